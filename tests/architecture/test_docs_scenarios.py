@@ -23,6 +23,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workload": s.WorkloadSection,
     "domains": s.SimDomainSection,
     "domains.reward": s.RewardSection,
+    "domains.environment": s.SimEnvironmentSection,
+    "hosts": s.SimHostsSection,
     "supply": s.SupplySection,
     "supply.events": s.SupplyEvent,
     "faults": s.FaultsSection,
@@ -37,6 +39,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "fleet_rules": s.FleetRules,
     "weight_delivery": s.WeightDeliveryConfig,
     "scaling": s.ScalingConfig,
+    "environments": s.EnvironmentRules,
 }
 
 

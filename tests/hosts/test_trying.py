@@ -50,8 +50,9 @@ def test_an_input_that_ends_early_is_a_failure_without_a_reward():
     [
         (["try", "calcuator"], "did you mean calculator?"),
         (["try"], "expected an environment's name next"),
-        (["calculator"], "--join: missing"),
-        (["try", "calculator", "--check"], "leave --join and --check out"),
+        (["calculator"], "got 'calculator', expected try, play or check"),
+        (["play", "calculator"], "--join: missing"),
+        (["play", "calculator", "--join", "http://127.0.0.1:1", "--slots", "0"], "--slots: 0; expected 1 to"),
         (["try", "calculator", "larget=3"], "environment_args.larget: unknown key; did you mean largest?"),
         (["try", "calculator", "largest=0"], "environment calculator: ValueError: largest: 0; expected a number"),
         (["try", "nobody_here:Game"], "nobody_here cannot be imported"),

@@ -78,6 +78,19 @@ class WorldOfSitters(HostileWorld):
             super().progress(machine)
 
 
+class WorldOfDrippers(HostileWorld):
+    """Some workers bring a token of each sample now and then, and end none, however fair the world is to the others."""
+
+    def progress(self, machine: Machine) -> None:
+        if machine.name not in ("w0", "w1"):
+            super().progress(machine)
+            return
+        for lease, (sample, num) in machine.running.items():
+            machine.running[lease] = (sample, min(self.lengths[sample], num + 1))
+        held = tuple(num for _, num in machine.running.values())
+        self.news.append(e.TokensArrived(machine.name, machine.incarnation, tuple(machine.running), held))
+
+
 def first_seeds_of(mode: str, num: int) -> list[int]:
     """The first worlds whose configuration has this mode, half of them with overlapping rounds."""
     found: dict[bool, list[int]] = {False: [], True: []}
@@ -101,7 +114,7 @@ def test_all_laws_hold_where_some_workers_fail_all_that_they_are_given(first):
         WorldOfBadWorkers(seed).play(250)
 
 
-@pytest.mark.parametrize("world", [WorldOfBouncers, WorldOfSitters])
+@pytest.mark.parametrize("world", [WorldOfBouncers, WorldOfSitters, WorldOfDrippers])
 @pytest.mark.parametrize("first", range(0, 100, CHUNK))
 def test_all_laws_hold_and_the_run_goes_on_where_some_workers_only_return_or_keep_what_they_get(first, world):
     for seed in range(first, first + CHUNK):

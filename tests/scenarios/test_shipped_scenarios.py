@@ -14,6 +14,7 @@ from polyrl.sim.result import summarize, to_json
 from polyrl.sim.simulation import Simulation
 
 PROMISED = {
+    "agent-tools-8b",
     "all-together",
     "colocated-8b",
     "elastic-14b",

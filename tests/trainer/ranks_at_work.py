@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
-from tests.trainer.small import CAP, draw_groups, near, save_small
+from tests.trainer.episodes import Played, draw_episode, group_of
+from tests.trainer.small import CAP, VOCAB, draw_groups, near, save_small
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.engines.builtin import models
@@ -49,6 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "nothing": {"groups": 0},
     "forged samples": {"forged": (1, 4)},
+    "episodes": {"episodes": (3, 1, 5), "settings": {"aggregation": "seq-mean-token-mean"}, "max_tokens": 40},
+    "episodes, ppo": {
+        "episodes": (2, 4, 3),
+        "settings": {"advantage": "gae", "mini_batches": 2, "kl": "reward", "kl_coef": 0.05},
+    },
 }
 
 
@@ -100,7 +106,21 @@ def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape:
     return Learner(policy, optimizer, critic, steps)
 
 
+def draw_episodes(sizes: tuple[int, ...]) -> list[list[TrainSample]]:
+    """Groups of episodes with so many calls."""
+    rng = np.random.default_rng(5)
+    groups: list[list[TrainSample]] = []
+    for number in range(2):
+        calls = [draw_episode(rng, VOCAB, [3, 4 + number], size) for size in sizes]
+        nums = [sum(len(drawn) for _, drawn in one) for one in calls]
+        played = [Played(one, float(rng.normal()), logprobs=[-4.2] * num) for one, num in zip(calls, nums, strict=True)]
+        groups.append(group_of(played, number))
+    return groups
+
+
 def samples(folder: Path, shape: dict[str, Any]) -> list[list[TrainSample]]:
+    if "episodes" in shape:
+        return draw_episodes(shape["episodes"])
     alone = Policy.load(str(folder / shape.get("family", "qwen3")))
     groups = near(alone, draw_groups(0, SIZES))
     number = count()
@@ -131,7 +151,10 @@ def every_case() -> dict[str, tuple[AlgorithmConfig, dict[str, Any]]]:
     lone = AlgorithmConfig(
         kl="loss", kl_coef=0.3, entropy_coef=0.1
     )  # its advantage is zero, and it learns all the same
-    return cases | {name: (lone if "samples" in shape else AlgorithmConfig(), shape) for name, shape in SHAPES.items()}
+    return cases | {
+        name: (lone if "samples" in shape else AlgorithmConfig(**shape.get("settings", {})), shape)
+        for name, shape in SHAPES.items()
+    }
 
 
 def main(rank: int, size: int, folder: Path) -> None:

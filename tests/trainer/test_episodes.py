@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.trainer import table
+from tests.trainer import formulas, table
 from tests.trainer.episodes import Played, draw_episode, group_of
 from tests.trainer.reference_step import Known, slopes
 from tests.trainer.small import CAP, VOCAB, Recording, load_plain, plain_logprobs, save_small
@@ -231,3 +231,26 @@ def test_with_one_sequence_beyond_the_bound_its_whole_episode_is_left_out(world:
         assert stats.metrics["token/trained"] == clean.metrics["token/trained"]
         for ours, theirs in zip(found, expected, strict=True):
             assert distance(ours, {key: one.double() for key, one in theirs.items()}) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings", [{"loss": "gspo"}, {"correction": "tis-sequence"}, {"correction": "sequence-mask"}]
+)
+def test_ratios_of_sequences_are_over_a_training_sequence_and_weights_over_the_episode(world: World, settings: Any):
+    old = "engine" if "loss" in settings else "recompute"
+    config = AlgorithmConfig(aggregation="seq-mean-token-mean", old_logprobs=old, **settings)
+    stats = world.step(config)
+    num_episodes, expected = sum(map(len, SIZES)), 0.0
+    for group, scored in zip(world.groups, world.scored, strict=True):
+        gains = formulas.grpo(np.array([one.reward for one in group]))
+        for played, its, gain in zip(group, scored, gains, strict=True):
+            for sequence in group_of([played]):
+                at = np.arange(sequence.num_drawn) if sequence.order is None else sequence.order
+                now, engine = its.known.now[at], its.known.engine[at]
+                start = engine if old == "engine" else now
+                losses = formulas.LOSSES[config.loss](now, start, gain, *config.clip_range)[0]
+                losses = losses * formulas.correction(
+                    config.correction or "none", start, engine, *config.correction_range
+                )
+                expected += losses.sum() / len(played.drawn) / num_episodes
+    assert stats.metrics["actor/pg_loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)

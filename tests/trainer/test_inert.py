@@ -80,7 +80,7 @@ def test_a_setting_is_warned_of_where_gradients_are_the_same_without_it(world, b
 
 
 def test_a_clip_that_a_loss_of_your_own_uses_in_another_way_is_not_warned_of(world):
-    base = {"loss": "tests.trainer.own:bounded_by_engine", "aggregation": "token-mean"}
+    base: dict[str, Any] = {"loss": "tests.trainer.own:bounded_by_engine", "aggregation": "token-mean"}
     config, without = AlgorithmConfig(**base, clip_high=0.0), AlgorithmConfig(**base)
     assert config.ratio_is_one
     assert np.linalg.norm(gradients(world, config) - gradients(world, without)) > 0

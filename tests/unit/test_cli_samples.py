@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.trainer.episodes import Played, group_of
 
 from polyrl.cli.main import main
 from polyrl.cli.samples import visible
@@ -85,6 +86,15 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path, capsys: pytest.CaptureF
     path.write_bytes(path.read_bytes()[:-3])
     assert main(["samples", str(tmp_path)]) == 2
     assert f"{path}: is damaged, or cut short" in capsys.readouterr().err
+
+
+def test_sequences_of_an_episode_are_shown_under_its_name(tmp_path: Path):
+    played = Played([([3], [5, 6]), ([3, 5, 6, 7], [8]), ([4], [9])], 0.5)
+    group = group_of([Played([([3], [5])]), played], 7)
+    path = write(tmp_path, 3)
+    path.write_bytes(entries.encode(entries.make(3, 10, [[group]], b"", [])))
+    found = [(one.name, one.prompt, one.answer, one.reward) for one in Kept(tmp_path).of_step(3)]
+    assert found == [("7/0", [3], [5], 0.0), ("7/1", [3], [5, 6, 7, 8], 0.5), ("7/1.1", [4], [9], 0.5)]
 
 
 def test_steps_that_nobody_trains_again_are_kept_up_to_a_size_the_newest_longest(tmp_path: Path):

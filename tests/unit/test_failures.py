@@ -5,7 +5,7 @@ from tests.unit.driver import Driver, leased, only, small_config
 from polyrl.ids import WorkerName
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core.parameters import FleetRules, RoundsConfig
-from polyrl.scheduling.parts import leases
+from polyrl.scheduling.parts import failures, leases
 from polyrl.scheduling.scheduler import Scheduler
 
 
@@ -158,3 +158,71 @@ def test_who_refuses_one_sample_after_the_other_costs_their_writer_nothing():
     run.finish(*written)
     assert is_there(run, "writer")
     assert not is_there(run, "refuses")
+
+
+# Workers that have answered nothing
+
+NEW = ("new", "newer", "newest")
+
+
+def test_a_group_that_new_names_refuse_waits_for_the_worker_that_has_answered():
+    run = fleet("good", prompts=3, samples=2, slots=1)
+    run.finish("1/0")
+    for name in NEW:
+        run.join(name, slots=64)
+    refuse(run, *NEW)
+    assert run.ledger.prompts_dropped == {} and run.ledger.samples_discarded == {}
+    while mine := _held(run, "good"):
+        run.finish(*mine)
+    assert run.ledger.prompts_dropped == {} and len(only(run.said, c.Score)) == 6
+
+
+def test_a_group_that_new_names_refuse_waits_for_the_worker_that_still_pulls():
+    run = Driver(small_config(prompts=2, samples=2))
+    run.begin(steps=0)
+    run.join("good", ready=False)
+    for name in NEW:
+        run.join(name, slots=64)
+    run.request(0)
+    refuse(run, *NEW)
+    assert run.ledger.prompts_dropped == {}
+    assert len(leased(run.install("good"))) == 4
+
+
+def test_the_trainers_devices_come_back_for_samples_that_every_other_worker_has_failed():
+    run = Driver(small_config(prompts=2, samples=2))
+    run.begin(steps=0)
+    run.join("local", local=True)
+    for name in NEW:
+        run.join(name, slots=64)
+    run.request(0)
+    run.wait(60.0)
+    for sample in _held(run, "local"):
+        run.end(sample, at=0)
+    run.turn("local", "training")
+    refuse(run, *NEW)
+    assert run.duty("local") == "to_generating" and run.ledger.prompts_dropped == {}
+    run.turn("local", "generating")
+    assert len(_held(run, "local")) == 4
+
+
+def test_a_worker_whose_answers_are_rejected_is_believed_no_more_than_a_new_one():
+    run = fleet("good", prompts=1, samples=1)
+    run.finish("1/0")
+    assert run.scheduler.desk.seats[1].is_proven
+    failures.rejected(run.scheduler.desk, run.scheduler.desk.seats[1])
+    assert not run.scheduler.desk.seats[1].is_proven
+
+
+def test_a_sample_that_gets_a_token_now_and_then_goes_to_another_worker_and_not_back():
+    """Its worker brings two tokens a second of another one."""
+    run = fleet("slow", prompts=2, samples=1, slots=2)
+    run.wait(1.0)
+    for turn in range(1, 61):
+        run.wait(0.1)
+        run.bring("slow", s1_0=10 * turn)
+    run.join("good", slots=2)
+    for turn in range(61, 190):
+        run.wait(1.5)
+        run.bring("slow", s1_0=3 * turn + 417, s2_0=1 + turn // 60)
+    assert run.workers["2/0"] == "good" and run.workers["1/0"] == "slow"

@@ -337,3 +337,28 @@ def test_a_step_may_be_described_by_that_of_one_sample_and_what_each_further_one
     assert engine.progress(1.001)[1] == [10]
     start(engine, 2, 1.001, 1000)
     assert engine.progress(1.001 + 2.501)[1] == [20, 10]
+
+
+def test_a_sample_whose_context_is_still_there_prefills_only_what_is_new():
+    def first_token_at(**more) -> float | None:
+        engine = EngineModel(times(prefill_tokens_per_s=100.0))
+        engine.start(1, 0.0, prompt_tokens=300, from_token=100, total_tokens=101, **more)
+        return engine.next_change()
+
+    assert first_token_at() == pytest.approx(4.0 + 0.5)
+    assert first_token_at(cached_tokens=350) == pytest.approx(0.5 + 0.5)
+    assert first_token_at(cached_tokens=400) == pytest.approx(0.01 + 0.5), "one token is computed to draw the next"
+
+
+def test_a_context_that_was_kept_is_gone_after_a_preemption():
+    engine = EngineModel(times(prefill_tokens_per_s=100.0, kv_tokens=30, step_fixed_s=1.0))
+    start(engine, 1, 0.0, 15, prompt=5)
+    engine.start(2, 0.0, prompt_tokens=9, from_token=0, total_tokens=12, cached_tokens=8)
+    finished = {}
+    while (at := engine.next_change()) is not None:
+        finished |= {lease: when for lease, _, when in engine.advance(at)}
+    assert engine.num_preemptions == 1
+    first_prefills = (5 + 1) / 100.0
+    second_prefill = (9 + 8) / 100.0  # its prompt, and the tokens that it had
+    assert finished[1] == pytest.approx(first_prefills + 15.0)
+    assert finished[2] == pytest.approx(finished[1] + second_prefill + 4.0)

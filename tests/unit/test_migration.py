@@ -8,7 +8,7 @@ from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.parameters import FleetRules, RoutingConfig
-from polyrl.scheduling.rules.migration import Candidate, plan_moves, relieve_waiting
+from polyrl.scheduling.rules.migration import Candidate, plan_moves, plan_rescues, relieve_waiting
 
 CONFIG = RoutingConfig(move_every_tokens=512, move_gain_s=2.0, prefill_tokens_per_s=20_000.0)
 
@@ -104,3 +104,45 @@ def test_a_look_that_relieves_a_full_engine_moves_nothing_else():
     run.beating.clear()
     said = run.wait(config.routing.balance_interval_s)
     assert [one.why for one in only(said, c.HandOver)] == ["its engine holds it back, another worker has room"] * 4
+
+
+# Rescues
+
+SLOWEST_S = 15.0
+
+
+def rescues(*workers: Worker, of=None):
+    return plan_rescues(workers, CONFIG, 512, of or candidates(moved_at=999), SLOWEST_S)
+
+
+def proven(one: Worker) -> Worker:
+    one.has_answered = True
+    return one
+
+
+def test_the_last_sample_of_a_far_slower_worker_moves_however_lately_it_did():
+    slow, good = know_speed(worker(1, num_leases=1), fixed_s=2.0), proven(know_speed(worker(2)))
+    (move,) = rescues(slow, good)
+    assert (move.target, move.lease) == (2, next(iter(slow.leases)))
+    assert "takes 2 s a token, w2 0.021 s" in move.why
+
+
+def test_nothing_is_rescued_from_a_worker_that_is_not_far_slower_nor_to_one_without_an_answer():
+    slow = know_speed(worker(1, num_leases=1), fixed_s=2.0)
+    assert rescues(slow, proven(know_speed(worker(2), fixed_s=0.5))) == []
+    assert rescues(slow, know_speed(worker(2))) == []
+
+
+def test_rescues_fill_a_worker_up_to_its_room_and_then_the_next():
+    slow = know_speed(worker(1, num_leases=6), fixed_s=2.0)
+    good, better = (
+        proven(know_speed(worker(2, num_leases=6))),
+        proven(know_speed(worker(3, num_leases=5), fixed_s=0.01)),
+    )
+    assert [one.target for one in rescues(slow, good, better)] == [3, 3, 3, 2, 2]
+
+
+def test_a_worker_of_unknown_speed_that_has_answered_rescues_from_those_that_hardly_bring_a_token():
+    unknown = proven(worker(2))
+    assert rescues(know_speed(worker(1, num_leases=1), fixed_s=2.0), unknown) == []
+    assert len(rescues(know_speed(worker(1, num_leases=1), fixed_s=20.0), unknown)) == 1

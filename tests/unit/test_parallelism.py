@@ -249,3 +249,17 @@ def test_a_watch_saved_and_loaded_goes_on_like_the_one_that_was_not(shares):
         loaded = msgspec.msgpack.decode(msgspec.msgpack.encode(watch), type=PreemptionWatch)
         assert after_rounds(2, share, watch=watch) == after_rounds(2, share, watch=loaded)
         assert loaded == watch
+
+
+def test_no_width_is_worth_a_change_where_rewards_alone_make_the_round_as_long():
+    free = planned(SHORT, short_answers)
+    bound_s = predicted_s(SHORT, short_answers, 1)
+    bound = planned(msgspec.structs.replace(SHORT, at_least_s=bound_s), short_answers)
+    assert free.tp > 1 == bound.tp
+    assert bound.round_s == bound_s
+
+
+def test_the_wait_for_rewards_is_part_of_a_round_at_every_width():
+    waits = msgspec.structs.replace(SHORT, rewards_s=100.0)
+    for tp in (1, 2, 4):
+        assert math.isclose(predicted_s(waits, short_answers, tp), predicted_s(SHORT, short_answers, tp) + 100.0)

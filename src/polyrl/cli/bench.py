@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from polyrl.bench.engine import Work
     from polyrl.bench.train import TrainWork
 
-PARTS = ("engine", "train", "weights", "scheduler")
+PARTS = ("engine", "train", "weights", "scheduler", "rewards")
 _ELSEWHERE = ("relay", "recovery", "served")
 
 EXAMPLE = """\
@@ -25,6 +25,7 @@ examples:
   polyrl bench train                a minute: the trainer against the matrix limit
   polyrl bench weights              two minutes: versions over loopback, beside the same bytes without a protocol
   polyrl bench scheduler --json     two minutes; one object, for a machine
+  polyrl bench rewards --json       half a minute: programs in the sandbox, beside plain and bubblewrapped processes
   polyrl bench scheduler --quick    seconds; shows that it runs, its figures mean little
 
 Comparisons with routers, vLLM, SGLang, TRL, transformers, iperf3 and mooncake: `make bench`, in a checkout."""

@@ -12,12 +12,14 @@ Rules it keeps:
 - Time is passed in and never goes back. A sample that finishes at `now` does so before anything else happens then.
 - Samples wait in order of arrival for a slot and for room in the cache; one sample alone may always run.
 - Admission stops all decoding while it prefills prompt and tokens so far. A sample that shares its prefix with one that
-  runs prefills only its own tokens and one more.
+  runs prefills only its own tokens and one more; one whose context is still in the cache, which the caller says, what
+  is new.
 - A full cache preempts the newest sample: its whole tokens stay, it waits first in line, and pays its prefill again.
 - Token counts are whole; a fraction of a token is lost when a sample leaves the batch.
 
-It leaves out: chunked prefill beside decoding, prefixes kept in the cache after their last sample left, prefixes stored
-once for many samples (C counts every prompt), cache blocks, sampling, and the start of the engine itself.
+It leaves out: chunked prefill beside decoding, the room of what is kept in the cache after its last sample left,
+prefixes stored once for many samples (C counts every prompt), cache blocks, sampling, and the start of the engine
+itself.
 """
 
 from collections import OrderedDict
@@ -50,14 +52,17 @@ class EngineTimes(Struct, frozen=True, kw_only=True):
 
 
 class _Sample:
-    __slots__ = ("lease", "order", "origin", "prefix", "prompt_tokens", "tokens", "total_tokens")
+    __slots__ = ("cached_tokens", "lease", "order", "origin", "prefix", "prompt_tokens", "tokens", "total_tokens")
 
-    def __init__(self, lease: int, prompt_tokens: int, tokens: int, total_tokens: int, prefix: int | None) -> None:
+    def __init__(
+        self, lease: int, prompt_tokens: int, tokens: int, total_tokens: int, prefix: int | None, cached_tokens: int
+    ) -> None:
         self.lease = lease
         self.prompt_tokens = prompt_tokens
         self.tokens = tokens  # as of its latest admission, or while it waits
         self.total_tokens = total_tokens
         self.prefix = prefix
+        self.cached_tokens = cached_tokens  # of its context, until it is admitted
         self.origin = 0.0
         self.order = -1  # number of its latest admission; -1 while it waits
 
@@ -115,14 +120,18 @@ class EngineModel:
         from_token: int,
         total_tokens: int,
         prefix: int | None = None,
+        cached_tokens: int = 0,
     ) -> None:
-        """Take a sample that has `from_token` tokens and naturally ends at `total_tokens`."""
+        """Take a sample that has `from_token` tokens and naturally ends at `total_tokens`.
+
+        `cached_tokens` of its prompt and tokens are in the cache from before.
+        """
         if lease in self._running or lease in self._waiting:
             raise ValueError(f"lease {lease} started twice on one engine; leases are never reused")
         if total_tokens < from_token:
             raise ValueError(f"lease {lease} starts at token {from_token}, after its end at {total_tokens}")
         self._settle(now)
-        self._waiting[lease] = _Sample(lease, prompt_tokens, from_token, total_tokens, prefix)
+        self._waiting[lease] = _Sample(lease, prompt_tokens, from_token, total_tokens, prefix, cached_tokens)
         if len(self._waiting) == 1:
             self._move_to(now)
             self._admit()
@@ -212,6 +221,7 @@ class EngineModel:
 
     def _add(self, sample: _Sample) -> None:
         self._decoding_from += self._prefill_tokens(sample) * self._prefill_s
+        sample.cached_tokens = 0  # if it is preempted, it is gone with the rest
         if sample.prefix is not None:
             self._prefixes[sample.prefix] = self._prefixes.get(sample.prefix, 0) + 1
         sample.order = self._num_admissions
@@ -222,6 +232,8 @@ class EngineModel:
         heappush(self._finishes, (sample.origin + sample.total_tokens, sample.order, sample))
 
     def _prefill_tokens(self, sample: _Sample) -> int:
+        if sample.cached_tokens:
+            return max(1, sample.prompt_tokens + sample.tokens - sample.cached_tokens)
         if sample.prefix is not None and sample.prefix in self._prefixes:
             return sample.tokens + 1
         return sample.prompt_tokens + sample.tokens

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from polyrl.errors import plain
 from polyrl.ids import GroupId, SampleId, Seconds, group_of, index_of, sample_id, show_sample
+from polyrl.journal.episode_story import EpisodeTeller, why_given_up
 from polyrl.journal.records import CAVEAT, Journal, resume_scheduler
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
@@ -22,6 +23,8 @@ from polyrl.scheduling.core.samples import NO_LEASE, TrackedSample
 from polyrl.scheduling.scheduler import Scheduler
 
 _PHASES = {
+    "unhosted": "waiting for a host",
+    "playing": "with its environment",
     "waiting": "waiting for a worker",
     "leased": "generating",
     "stopping": "generating",
@@ -95,6 +98,7 @@ class _Teller:
         self._num_leases = 0
         self._num_tokens = 0
         self._num_attempts = 0
+        self._episode = EpisodeTeller(sample)
 
     # Taking in
 
@@ -109,6 +113,8 @@ class _Teller:
         sample = state.samples.get(self._id)
         self._tell_event(event)
         self._tell_lease_end(event, commands, sample)
+        if self._before is not None and self._before.host >= 0 and (sample is None or sample.host != self._before.host):
+            self._say_all(self._episode.tell_loss(event, commands, sample))
         for command in commands:
             self._tell_command(command)
         phase = None if sample is None else _phase_of(state, sample)
@@ -154,6 +160,10 @@ class _Teller:
 
     # Telling
 
+    def _say_all(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self._say(text)
+
     def _say(self, text: str) -> None:
         since = self._now - (self._now if self._opened_at is None else self._opened_at)
         self._lines.append(f"{since:+10.1f} s  {plain(text)}")  # journals of old hold words as they came
@@ -162,6 +172,8 @@ class _Teller:
         match event:
             case e.RewardFinished(sample=self._id):
                 self._tell_reward(event)
+            case e.CallMade(sample=self._id) | e.EpisodeEnded(sample=self._id):
+                self._say_all(self._episode.tell_event(event, self._before))
             case e.GroupsTaken() if self._group in event.groups and self._phase == "waiting for the trainer":
                 self._say(f"its group was taken into a micro-batch of step {event.step}")
             case _:
@@ -197,7 +209,8 @@ class _Teller:
         for one in (event, *commands):
             match one:
                 case e.SampleFinished(lease=given.lease):
-                    return f"finished on {given.worker}"
+                    is_call = self._episode.is_episode
+                    return self._episode.answered(given.worker) if is_call else f"finished on {given.worker}"
                 case e.LeaseEnded(lease=given.lease):
                     return f"{_LEASE_ENDS[one.reason]} {given.worker}"
                 case c.Abort(lease=given.lease):
@@ -215,9 +228,14 @@ class _Teller:
             case c.Generate(sample=self._id):
                 self._num_leases += 1
                 self._given, self._leased_at = command, self._now
-                start = "started" if command.from_token == 0 else f"resumed at token {command.from_token}"
+                start = "started on" if command.from_token == 0 else f"resumed at token {command.from_token} on"
+                if self._episode.is_episode:
+                    start = self._episode.started(command.from_token)
                 waited_s = self._now - self._since if self._phase == "waiting for a worker" else 0.0
-                self._say(f"{start} on {command.worker} ({command.why}), after {waited_s:.1f} s of waiting")
+                self._say(f"{start} {command.worker} ({command.why}), after {waited_s:.1f} s of waiting")
+            case c.PlayEpisode(sample=self._id) | c.StopEpisode(sample=self._id):
+                waited_s = self._now - self._since if self._phase == "waiting for a host" else 0.0
+                self._say_all(self._episode.tell_command(command, waited_s))
             case c.HandOver() if self._given is not None and command.lease == self._given.lease:
                 self._say(f"asked back from {command.worker}: {command.why}")
             case c.Score(sample=self._id):
@@ -250,6 +268,9 @@ class _Teller:
         if isinstance(event, e.StepTrained):
             return "the step ended without its group"
         if (before := self._before) is not None:
+            given_up = why_given_up(before, sample, self._config.environments)
+            if given_up is not None:
+                return given_up
             for command in commands:
                 if isinstance(command, c.Abort) and command.lease == before.lease:
                     return command.why
@@ -275,6 +296,8 @@ class _Teller:
         notes = {
             "generating": f"  {self._num_tokens} tokens, {_several(self._num_leases, 'lease')}",
             "scoring": f"  {_several(self._num_attempts, 'attempt')}",
+            "with its environment": f"  {_several(self._episode.num_calls, 'call')}, "
+            + _several(self._episode.num_attempts, "attempt"),
         }
         return [f"{total_s:.1f} s until {self.until or 'the journal ends'}:"] + [
             f"{seconds:10.1f} s {seconds / total_s if total_s > 0 else 0.0:5.0%}  {phase}{notes.get(phase, '')}"

@@ -10,6 +10,7 @@ the scheduler has forgotten are not even gathered.
 """
 
 from collections.abc import Container, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,8 @@ _MAX_SPAN = 1 << 23
 """Leases that are no further apart than this are found in a table, and others by bisection."""
 _NEVER = 1 << 62
 _COLUMNS = {"leases": "<u8", "offsets": "<u4", "counts": "<u4", "versions": "<i4", "cells": "<u8"}
+_COLUMN_OF = {name: attrgetter(name) for name in _COLUMNS}
+_ENDED = attrgetter("ended")
 _EMPTY = np.uint64((1 << 64) - 1)
 """Marks a missing cell: its token would be -1."""
 
@@ -135,14 +138,14 @@ class PayloadReader:
 
     def tokens(self, frames: Sequence[NewTokens]) -> None:
         num_rows = self._num_rows
-        for frame in frames:
-            num_rows += len(frame.leases) // 8
-            if frame.ended:
-                self._num_rows = num_rows
+        if any(map(_ENDED, frames)):  # the row at which a lease ends counts; most frames end none
+            for frame in frames:
+                self._num_rows += len(frame.leases) // 8
                 self._end(frame.ended)
-        self._num_rows = num_rows
         for name, parts in self._parts.items():  # of those that came together at once: they are still at hand
-            parts.append(b"".join([getattr(one, name) for one in frames]))
+            parts.append(b"".join(map(_COLUMN_OF[name], frames)))
+        num_rows += len(self._parts["leases"][-1]) // 8
+        self._num_rows = num_rows
         self._num_bytes += len(self._parts["cells"][-1])
         enough = max(_MIN_ROWS, _ROWS_A_LANE * (len(self._lanes) + len(self._touched)))
         if num_rows > enough or self._num_bytes > _GATHERED_BYTES:

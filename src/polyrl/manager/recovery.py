@@ -24,6 +24,11 @@ from polyrl.scheduling.core.desk import RULES, Desk
 
 def recover(lobby: Lobby) -> str:
     """Go on with the run of this directory. Returns a line about it."""
+    with _no_collection():
+        return _recover(lobby)
+
+
+def _recover(lobby: Lobby) -> str:
     journal = lobby.journal
     found = journal.recover()
     if found is None:
@@ -31,9 +36,8 @@ def recover(lobby: Lobby) -> str:
         return "a new run"
     scheduler = found.scheduler
     reader = PayloadReader(() if scheduler is None else scheduler.desk.groups)
-    with _no_collection():
-        trainer = _read_payload(lobby, reader, found.payload)
-        payload = reader.finish(scheduler)
+    trainer = _read_payload(lobby, reader, found.payload)
+    payload = reader.finish(scheduler)
     if scheduler is not None:
         _check_answers(scheduler.desk, payload)
     journal.go_on(() if scheduler is None else tuple(scheduler.desk.rounds))

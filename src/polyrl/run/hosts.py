@@ -55,7 +55,7 @@ def check(recipe: Recipe) -> Recipe:
 def _check_domain(recipe: Recipe, domain: DomainSection) -> DomainSection:
     if not domain.environment:
         return domain
-    argv = [*_polyrl(recipe), *_environment(recipe, domain), "--check"]
+    argv = [*_polyrl(recipe), *_environment(recipe, domain, "check")]
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, env=os.environ, check=False
@@ -86,11 +86,11 @@ def _polyrl(recipe: Recipe) -> list[str]:
     return [str(inside if inside.exists() else place), "-m", "polyrl"]
 
 
-def _environment(recipe: Recipe, domain: DomainSection) -> list[str]:
+def _environment(recipe: Recipe, domain: DomainSection, verb: str) -> list[str]:
     """Return the arguments that name an environment and its settings."""
     modules = ["--modules", recipe.modules] if recipe.modules else []
     settings = [f"{key}={inline(value)}" for key, value in domain.environment_args.items()]
-    return ["env", domain.environment, "--model", recipe.model.path, *modules, *settings]
+    return ["env", verb, domain.environment, "--model", recipe.model.path, *modules, *settings]
 
 
 def arguments(recipe: Recipe, domain: DomainSection, run_dir: Path, url: str, name: str) -> list[str]:
@@ -99,7 +99,7 @@ def arguments(recipe: Recipe, domain: DomainSection, run_dir: Path, url: str, na
     trust = ["--ca", recipe.manager.ca] if recipe.manager.ca else []
     price = ["--price", f"{wanted.price_usd_per_hour:g}"] if wanted.price_usd_per_hour else []
     return [
-        *_environment(recipe, domain),
+        *_environment(recipe, domain, "play"),
         *("--join", url, "--token-file", str(run_dir / "host.token"), *trust),
         *("--name", name, "--as", recipe.environment_of(domain), "--slots", str(wanted.slots), *price),
     ]

@@ -8,6 +8,7 @@ written. A group in a step's file is not read from the journal as well. No proce
 be read in the same way.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -21,7 +22,7 @@ from polyrl.manager.journal import RewardKept, read_payload
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.scheduling.core import commands as c
-from polyrl.trainer.batch import TrainSample, TrainSegment
+from polyrl.trainer.batch import TrainGroup, TrainSample, TrainSegment, number_episodes
 from polyrl.trainer.state import entries
 from polyrl.wire import columns
 
@@ -33,11 +34,13 @@ Texts = Callable[[Sequence[int]], str]
 class KeptSample(NamedTuple):
     step: int
     name: str
-    """GROUP/INDEX; of a trained step, the index counts those that came."""
+    """GROUP/INDEX; of a trained step, the index counts those that came. The second training sequence of an episode is
+    GROUP/INDEX.1, and so on."""
     state: KeptState
     """`rejected`: its group taught nothing; `open`: its step is not trained yet."""
     prompt: Sequence[int]
     answer: Sequence[int]
+    """Of an episode, with the tokens that its environment gave in between."""
     reward: float | None
     """None: it is not scored yet."""
     parts: dict[str, float]
@@ -80,7 +83,7 @@ class Kept:
         return [
             _of_entry(step, sample, index, "trained" if place < num_trained else "rejected")
             for place, group in enumerate(entry.groups())
-            for index, sample in enumerate(group)
+            for index, sample in zip(_indices(group), group, strict=True)
         ]
 
     def choose(
@@ -119,7 +122,16 @@ class Kept:
         raise NoLongerKept(f"--step: {step} is no longer kept: the run has just removed it")
 
 
-def _of_entry(step: int, sample: TrainSample, index: int, state: KeptState) -> KeptSample:
+def _indices(group: TrainGroup) -> Iterator[str]:
+    """Yield the index of each sequence's sample, and the sequence's own behind it where it is not the first."""
+    (numbers,) = number_episodes([group])
+    seen: Counter[int] = Counter()
+    for number in numbers:
+        yield f"{number}.{seen[number]}" if seen[number] else str(number)
+        seen[number] += 1
+
+
+def _of_entry(step: int, sample: TrainSample, index: str, state: KeptState) -> KeptSample:
     return KeptSample(
         step, f"{sample.group}/{index}", state, sample.prompt.tolist(), sample.answer.tolist(), sample.reward,
         dict(sample.parts), sample.finish, sample.written_by,

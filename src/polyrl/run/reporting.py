@@ -217,10 +217,11 @@ class Reporter:
             news.append(tell_of_waits(fleet, workers.doctor_command(recipe, self._run_dir, self._address.url), say))
         return news
 
-    def close(self) -> None:
+    def close(self, *, in_haste: bool = False) -> None:
+        """End what it has begun; `in_haste`: a person waits for the run to stop."""
         if self._validated:  # no step starts from the last version
             self._trackers.log(self._version, self._validated)
-        self._trackers.close()
+        self._trackers.close(in_haste=in_haste)
 
 
 def ages(report: StepReport) -> dict[str, MetricValue]:
@@ -305,6 +306,9 @@ async def reporting(
     title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)
     display = Display(title, recipe.train.steps, dialer, local_worker.NAME)
     reporter = Reporter(recipe, run_dir, address, display, 0 if point is None else point.next_step, watch)
-    with contextlib.closing(reporter):
+    try:
         async with display:
             yield reporter
+    finally:
+        task = asyncio.current_task()
+        reporter.close(in_haste=task is not None and task.cancelling() > 0)

@@ -1,30 +1,43 @@
 """How a run ends: by itself, by a signal, or by a part of it that fails.
 
-The first Ctrl+C (or SIGTERM) takes the run apart in good order; the second one ends the process at once.
+The first Ctrl+C (or SIGTERM) takes the run apart in good order; the second one ends the process at once. Where a
+person's own code may run in the trainer, the first one does so too if good order takes longer than a moment: the run
+goes on from what is on disk, as after a kill.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
+import shlex
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
+from polyrl.config.plugins import is_own
+from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
+from polyrl.run.event_loop import EXIT_INTERRUPTED
 from polyrl.worker.agent import Left
 
 log = logging.getLogger("polyrl.train")
 
 T = TypeVar("T")
 
+_MOMENT_S = 1.5
+
 
 class Interrupted(Exception):
     """SIGINT, from Ctrl+C, or SIGTERM was received."""
 
 
-async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
-    """Return what `run` returns. After a signal, at whatever moment, cancel it, wait for its end, raise Interrupted."""
+async def until_interrupted(run: Coroutine[Any, Any, str], leave: Callable[[], None] | None = None) -> str:
+    """Return what `run` returns. After a signal, at whatever moment, cancel it, wait for its end, raise Interrupted.
+
+    `leave`: called where that end is not there in a moment. A thread with a person's own code cannot be stopped.
+    """
     interrupted = _listen_for_signals()
     running, stopping = asyncio.ensure_future(run), asyncio.ensure_future(interrupted.wait())
     try:
@@ -35,6 +48,8 @@ async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
     finally:
         for task in (running, stopping):
             task.cancel()
+        if leave is not None and not (await asyncio.wait((running,), timeout=_MOMENT_S))[0]:
+            leave()
         await asyncio.gather(running, stopping, return_exceptions=True)
 
 
@@ -92,3 +107,17 @@ def _listen_for_signals() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, hear, number)
     return interrupted
+
+
+def leaving(recipe: Recipe, run_dir: Path) -> Callable[[], None] | None:
+    """Return what ends the process within a step's own code that does not end; None where there is none."""
+    named = (recipe.algorithm.loss, recipe.algorithm.advantage, recipe.optimizer.kind)
+    if not any(is_own(name) and not name.startswith("torch.") for name in named):
+        return None
+
+    def leave() -> None:
+        again = f"go on with `polyrl train --resume {shlex.quote(str(run_dir))}`"
+        os.write(2, f"stopped within a step, whose own code did not end; {again}\n".encode())
+        os._exit(EXIT_INTERRUPTED)  # what it has started ends with it
+
+    return leave

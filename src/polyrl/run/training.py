@@ -33,7 +33,7 @@ from polyrl.run.event_loop import run_loop
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.reporting import Watch, reporting
-from polyrl.run.supervising import first_of, meanwhile, until_interrupted
+from polyrl.run.supervising import first_of, leaving, meanwhile, until_interrupted
 from polyrl.run.tasks import Tasks
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
@@ -80,7 +80,7 @@ def train(
             companion=companion, watch=watch,
         )  # fmt: skip
         try:
-            return await until_interrupted(training.run())
+            return await until_interrupted(training.run(), leaving(checked.recipe, run_dir))
         finally:
             await checked.tasks.close()
 

@@ -54,7 +54,7 @@ def _clear(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     worker, group = desk.seats[sample.worker], desk.groups[sample.group]
     if worker.unheard:
         membership.heard_from(desk, worker, now)
-    worker.num_deaths = 0
+    worker.num_deaths, worker.has_answered = 0, True
     if worker.earned < worker.slots or worker.has_stalled:
         credit.answered(desk, worker)
     if not worker.is_doubtful and not group.failed_on:
@@ -153,7 +153,7 @@ def _assign_fault(desk: Desk, sample: TrackedSample, worker: Worker, now: Second
         rounds.sample_failed(desk, sample, round_, why, now)
     elif why:
         rounds.group_refused(desk, group, round_, why, now)
-    elif sample.num_failures >= desk.config.fleet_rules.max_failures:
+    elif failures.fails_for_good(desk, sample, group):
         if is_asked:
             asking.fail(desk, sample, now)
         else:

@@ -319,7 +319,9 @@ def _check_rest(desk: Desk) -> None:
         for first in round_.failed[:1]:
             sample = desk.samples[first]
             others = failures.others(desk, desk.groups[sample.group])
-            room = any(one.credit > 0 and not one.is_doubtful for one in others)
+            sound = [one for one in others if not one.is_doubtful]
+            proven = [one for one in sound if one.is_proven and desk.state.rules >= 3]
+            room = any(one.credit > 0 for one in proven or sound)
             _law(not room, "a sample that failed waits although a worker that never did has room for it")
 
 

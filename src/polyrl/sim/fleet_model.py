@@ -67,7 +67,7 @@ class FleetModel:
         life = self._lives.get(name, 0) + 1
         self._lives[name] = life
         engine, kv_tokens = self._engine(name, local=local)
-        machine = Machine(name, Incarnation(life), engine, local=local)
+        machine = Machine(name, Incarnation(life), engine, kv_tokens, local=local)
         self._machines[name] = machine
         if not local:
             self._deliveries.add(name)
@@ -122,6 +122,8 @@ class FleetModel:
         """A machine's news goes out. The dead say nothing."""
         if not machine.alive:
             return
+        if isinstance(event, e.WeightsInstalled):
+            machine.kept.clear()  # computed with other weights
         if machine.cut:
             machine.held_back.append(event)
             return
@@ -239,14 +241,23 @@ class FleetModel:
             return
         self._touched[machine.name] = machine
         for lease, tokens, _ in machine.engine.advance(self._agenda.now):
+            self._keep(machine, LeaseId(lease), tokens)
             self._send(machine, e.SampleFinished(LeaseId(lease), tokens))
 
     # What the scheduler asks for
 
-    def generate(self, command: c.Generate, *, prompt_tokens: int, total_tokens: int, prefix: int) -> None:
+    def generate(
+        self, command: c.Generate, *, prompt_tokens: int, total_tokens: int, prefix: int | None, is_call: bool = False
+    ) -> int:
+        """Give a machine a sample, or an episode's call. Returns the tokens of a call's context that it still has."""
         machine = self._machines.get(command.worker)
         if machine is None:
-            return
+            return 0
+        cached = 0
+        if is_call:
+            room = machine.kv_tokens - machine.engine.kv_used(self._agenda.now)
+            cached = min(machine.kept.take(command.sample, room), prompt_tokens + command.from_token)
+            machine.calls[command.lease] = (command.sample, prompt_tokens)
         machine.engine.start(
             command.lease,
             self._agenda.now,
@@ -254,9 +265,17 @@ class FleetModel:
             from_token=command.from_token,
             total_tokens=max(total_tokens, command.from_token),
             prefix=prefix,
+            cached_tokens=cached,
         )
         self.timeline.mark(machine.name, "generating", self._agenda.now)
         self._touched[machine.name] = machine
+        return cached
+
+    def _keep(self, machine: Machine, lease: LeaseId, num_tokens: int) -> None:
+        """A call has left the batch: its context stays in the cache for a while."""
+        call = machine.calls.pop(lease, None)
+        if call is not None:
+            machine.kept.keep(call[0], call[1] + num_tokens)
 
     def stop(self, command: c.Abort | c.HandOver) -> None:
         """Stop a sample; if it is handed over, tell how far it came."""
@@ -265,6 +284,8 @@ class FleetModel:
             return
         tokens = machine.engine.stop(command.lease, self._agenda.now)
         self._touched[machine.name] = machine
+        if tokens is not None:
+            self._keep(machine, command.lease, tokens)
         if tokens is not None and isinstance(command, c.HandOver):
             ended = e.LeaseEnded(command.lease, tokens, "handed_over")
             self._agenda.later(self._scenario.network.latency_s, lambda: self._send(machine, ended))
@@ -303,6 +324,7 @@ class FleetModel:
         if machine is None:
             return
         self.timeline.mark(name, "training" if duty == "training" else "idle", self._agenda.now)
+        machine.kept.clear()  # the memory was the trainer's, or is now
         self._tell(e.DutyChanged(machine.name, machine.incarnation, duty))
         if duty == "training":
             self._trainer.give_devices(name)

@@ -14,6 +14,7 @@ from polyrl.telemetry.timeline import moments_of_going
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from polyrl.sim.host_planner import HostPlan
     from polyrl.sim.planner import Plan
 
 
@@ -89,4 +90,26 @@ def plan_figure(plan: "Plan") -> "Figure":
     title = f"Ways to run {plan.scenario}, seed {plan.seed}"
     set_titles(axes, title, about, "tokens trained a second", "dollars a million tokens")
     legend_below(axes, 3)
+    return figure
+
+
+def draw_host_plan(plan: "HostPlan", folder: Path) -> None:
+    """Draw plan.png. Raises NoPlottingError if matplotlib is missing."""
+    save(host_plan_figure(plan), folder / "plan.png")
+
+
+def host_plan_figure(plan: "HostPlan") -> "Figure":
+    """Seconds of a step against the number of host processes, with the number that is enough."""
+    figure, axes = new_figure(8.5, 5.4)
+    rows = [row for row in plan.rows if row.problem is None]
+    x, y = [row.processes for row in rows], [row.step_time_s for row in rows]
+    axes.plot(x, y, "-o", color=SEVERAL[0], label="step time", markersize=5, linewidth=1.4)
+    if plan.needed is not None:
+        axes.axvline(plan.needed.processes, color=SEVERAL[1], linestyle="--", label=f"enough: {plan.needed.processes}")
+    axes.set_ylim(bottom=0.0)
+    axes.grid(color=GRID)
+    about = f"{plan.slots} episodes a process at once; {plan.steps} steps each"
+    title = f"Hosts of environments for {plan.scenario}, seed {plan.seed}"
+    set_titles(axes, title, about, "host processes", "seconds a step")
+    legend_below(axes, 2)
     return figure

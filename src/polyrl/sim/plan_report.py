@@ -1,4 +1,4 @@
-"""A plan as a person reads it in a terminal: the table of choices, and what to choose with the reason."""
+"""A plan as a person reads it in a terminal: the table of choices, and what to choose with the reason; hosts alike."""
 
 import os
 from collections.abc import Iterator
@@ -7,15 +7,14 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from polyrl.sim.host_planner import HostPlan, HostRow
 from polyrl.sim.planner import Choice, Plan, PlanRow
 
 _PIPE_WIDTH = 120
 
 
 def print_plan(plan: Plan) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_WIDTH  # a file has no width; 80 would cut the headings
+    console = _console()
     for table in _tables(plan, console):
         console.print(table)
     for choice in plan.by_price:
@@ -27,6 +26,51 @@ def print_plan(plan: Plan) -> None:
             f"at most about {plan.useful_workers:.1f}: so many generate a step's samples in the time that it trains"
         )
         console.print(f"\n[bold]useful workers[/]: {useful}, more only wait.")
+
+
+def print_host_plan(plan: HostPlan) -> None:
+    console = _console()
+    title = f"{plan.scenario}, seed {plan.seed}: {plan.steps} steps each, {plan.slots} episodes a host process"
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), header_style="cyan"
+    )
+    heads = ("host\nprocesses", "step\ntime", "tokens/s", "hosts\n$/h", "all\n$/h", "$/Mtok", "waiting\nfor a host")
+    for head in (*heads, "places\ntaken", "calls\nat once", "engines\nbusy"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", min_width=10)
+    for row in plan.rows:
+        is_needed = row == plan.needed
+        cells = ["failed"] if row.problem is not None else _host_figures(row)
+        table.add_row(
+            str(row.processes),
+            *cells,
+            *[""] * (9 - len(cells)),
+            "< enough" if is_needed else "",
+            style="bold" if is_needed else "",
+        )
+    console.print(table)
+    console.print(f"\n[bold green]enough[/]: {plan.why}.")
+
+
+def _host_figures(row: HostRow) -> list[str]:
+    return [
+        f"{row.step_time_s:,.1f} s",
+        f"{row.throughput_tok_s:,.0f}",
+        f"{row.hosts_usd_per_hour:,.2f}",
+        f"{row.usd_per_hour:,.2f}",
+        "" if row.usd_per_mtok is None else f"{row.usd_per_mtok:.2f}",
+        f"{row.waiting_for_host:,.1f}",
+        "" if row.places_taken is None else f"{row.places_taken:.0%}",
+        f"{row.generating:,.0f}",
+        "" if row.engines_busy is None else f"{row.engines_busy:.0%}",
+    ]
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH  # a file has no width; 80 would cut the headings
+    return console
 
 
 def _tables(plan: Plan, console: Console) -> Iterator[Table]:

@@ -37,6 +37,7 @@ _HOUR_S = 3600.0
 _WORTH_NAMING = 0.01
 
 _T = TypeVar("_T")
+_Tried = TypeVar("_Tried")
 
 
 class Choice(NamedTuple):
@@ -50,7 +51,7 @@ class Choice(NamedTuple):
 class PlanRow(Struct, frozen=True, kw_only=True):
     """A line of the table: the figures of a choice at one price of a worker.
 
-    As played, a worker costs a dollar an hour and the trainer nothing, so `usd_per_hour` is the workers paid for.
+    As played, a worker costs a dollar an hour, trainer and hosts nothing: `usd_per_hour` is the workers paid for.
     """
 
     workers: int
@@ -60,6 +61,7 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     throughput_tok_s: float = 0.0
     step_time_s: Seconds = 0.0
     usd_per_hour: float = 0.0
+    hosts_usd_per_hour: float = 0.0
     usd_per_mtok: float | None = None
     bias: float = 0.0
     """Mean length trained, over whole periods, against what is trained without over-provisioning."""
@@ -120,6 +122,13 @@ def num_warmup(steps: int, factor: float) -> int:
     return steps - (most // period * period or most)
 
 
+def with_steps(scenario: Scenario, steps: int) -> Scenario:
+    """The scenario with so many steps, the first ones left out of what is measured."""
+    rounds = scenario.rounds
+    factor = 1.0 if rounds.tail_batching == "off" else rounds.prompt_factor
+    return replace(scenario, run=replace(scenario.run, steps=steps, warmup_steps=num_warmup(steps, factor)))
+
+
 def apply_choice(scenario: Scenario, choice: Choice, steps: int, supply: list[SupplyEvent] | None = None) -> Scenario:
     """The scenario with a choice made. `supply` is the content of `supply.trace`, if it has one."""
     rounds = replace(scenario.rounds, tail_batching="off")
@@ -147,6 +156,7 @@ def play(scenario: Scenario, choice: Choice, seed: int) -> PlanRow:
         throughput_tok_s=result.throughput_tok_s,
         step_time_s=result.step_time_s.mean,
         usd_per_hour=_share(result.cost.workers_usd, hours),
+        hosts_usd_per_hour=_share(result.cost.hosts_usd, hours),
         bias=_share(trained_mean(sim.lines, choice.factor), result.length.natural_mean),
         discarded_share=_share(sum(result.tokens.discarded.values()), result.tokens.generated),
         mean_workers=result.workers.mean,
@@ -176,12 +186,23 @@ def play_all(
     """Play every choice, in as many processes as there are cores; the rows come in the order of the choices."""
     supply = None if scenario.supply.trace is None else read_supply_trace(scenario.supply.trace)
     jobs = [(apply_choice(scenario, choice, steps, supply), choice, seed) for choice in wanted]
+    return play_jobs(play, jobs, num_processes=num_processes, on_done=on_done)
+
+
+def play_jobs(
+    play_one: Callable[[Scenario, _Tried, int], _T],
+    jobs: Sequence[tuple[Scenario, _Tried, int]],
+    *,
+    num_processes: int | None,
+    on_done: Callable[[int], None] | None,
+) -> list[_T]:
+    """Play every job: a scenario, what is tried in it, and the seed. The rows come in the order of the jobs."""
     processes = min(len(jobs), num_cores() if num_processes is None else num_processes)
     if processes <= 1:
-        return list(_counted((play(*job) for job in jobs), on_done))
+        return list(_counted((play_one(*job) for job in jobs), on_done))
     # Spawned, not forked: a fork copies whatever threads and locks this process has at the moment.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(play, *job): index for index, job in enumerate(jobs)}
+        futures = {pool.submit(play_one, *job): index for index, job in enumerate(jobs)}
         done = {futures[future]: future.result() for future in _counted(as_completed(futures), on_done)}
     return [done[index] for index in range(len(jobs))]
 
@@ -217,7 +238,7 @@ def make_plan(scenario: Scenario, played: Sequence[PlanRow], prices: Sequence[fl
 
 def price(played: PlanRow, worker_price: float, trainer_price: float) -> PlanRow:
     """A row as played, with dollars."""
-    usd_per_hour = trainer_price + played.usd_per_hour * worker_price
+    usd_per_hour = trainer_price + played.usd_per_hour * worker_price + played.hosts_usd_per_hour
     mtok_per_hour = played.throughput_tok_s * _HOUR_S / _MILLION
     return replace(
         played,

@@ -242,6 +242,7 @@ def _rows(result: Result) -> Iterable[tuple[str, str, str]]:
     yield from _speed_rows(result)
     yield from _money_rows(result)
     yield from _fleet_rows(result)
+    yield from _episode_rows(result)
     yield from _token_rows(result)
     yield from _run_rows(result)
 
@@ -265,8 +266,9 @@ def _money_rows(result: Result) -> Iterable[tuple[str, str, str]]:
         yield "dollars", "$0", "all prices are 0"
         return
     yield "tokens a dollar", f"{cost.tok_per_usd:,.0f}", f"${cost.usd_per_mtok:.2f} a million tokens"
-    split = f"trainer ${cost.trainer_usd:,.2f}, workers ${cost.workers_usd:,.2f}; ${cost.usd_per_hour:,.2f} an hour"
-    yield "dollars", f"${cost.usd:,.2f}", split
+    hosts = f", hosts ${cost.hosts_usd:,.2f}" if result.episodes is not None else ""
+    split = f"trainer ${cost.trainer_usd:,.2f}, workers ${cost.workers_usd:,.2f}{hosts}"
+    yield "dollars", f"${cost.usd:,.2f}", f"{split}; ${cost.usd_per_hour:,.2f} an hour"
 
 
 def _fleet_rows(result: Result) -> Iterable[tuple[str, str, str]]:
@@ -282,6 +284,30 @@ def _fleet_rows(result: Result) -> Iterable[tuple[str, str, str]]:
     moves = ", ".join(f"{MOVES.get(cause, cause)} {num:,}" for cause, num in result.migrations_by_cause.items())
     again = f"{show_tokens(result.tokens.reprefilled)} tokens prefilled again"
     yield "migrations", f"{result.migrations:,}", f"{moves}; {again}" if moves else "samples that went on elsewhere"
+
+
+def _episode_rows(result: Result) -> Iterable[tuple[str, str, str]]:
+    episodes = result.episodes
+    if episodes is None:
+        return
+    ended = ", ".join(f"{outcome.replace('_', ' ')} {num:,}" for outcome, num in episodes.ended.items())
+    calls = f"{episodes.calls:,} calls; at most {episodes.most_hosted:,} episodes at once"
+    yield "episodes", f"{episodes.begun:,}", f"begun; {ended}; {calls}"
+    lost = f"; {episodes.host_losses:,} lost while they played" if episodes.host_losses else ""
+    yield "hosts", f"{episodes.hosts:.1f}", f"mean; {episodes.host_hours:,.2f} hours, ${episodes.usd:,.2f}{lost}"
+    if episodes.places_taken is not None:
+        yield "  places taken", f"{episodes.places_taken:.1%}", "of the hosts' places had an episode"
+    waited = f"episodes, mean; at most {episodes.most_waiting_for_host:,}"
+    yield "  waiting for a host", f"{episodes.waiting_for_host:.1f}", waited
+    others = f"{episodes.generating:.1f} generating, {episodes.waiting_for_worker:.1f} waiting for a worker"
+    yield "  with their tools", f"{episodes.playing:.1f}", f"episodes, mean; beside them {others}"
+    if episodes.engines_busy is not None and episodes.engines_starved is not None:
+        yield "engines busy", f"{episodes.engines_busy:.1%}", "of the time in which they could generate"
+        words = "idle while episodes were with their tools or waited for a host"
+        yield "  lost to waiting", f"{episodes.engines_starved:.1%}", words
+    if episodes.prefix_reuse is not None:
+        words = "of the context of a next call was still in its engine's cache"
+        yield "prefix reuse", f"{episodes.prefix_reuse:.1%}", words
 
 
 def _token_rows(result: Result) -> Iterable[tuple[str, str, str]]:

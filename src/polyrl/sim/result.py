@@ -64,6 +64,7 @@ class Cost(Struct, frozen=True):
     usd: float
     trainer_usd: float
     workers_usd: float
+    hosts_usd: float
     usd_per_hour: float
     usd_per_mtok: float
     tok_per_usd: float | None
@@ -86,6 +87,38 @@ class Idle(Struct, frozen=True):
     """Share of the remote workers' time in which they had no sample, their pulling of weights not counted."""
 
 
+class EpisodeFigures(Struct, frozen=True, kw_only=True):
+    """What environments did, and what waited for them. Numbers at once are means over the measured time."""
+
+    begun: int
+    ended: dict[str, int]
+    """By outcome, of the whole run."""
+    calls: int
+    hosts: float
+    host_losses: int
+    """Hosts that went while they played, in the whole run."""
+    host_hours: float
+    """Hours of all host processes together, measured."""
+    usd: float
+    """Of the host processes, measured."""
+    places_taken: float | None
+    """Share of the hosts' places that had an episode."""
+    waiting_for_host: float
+    """Episodes that waited for a place at a host: the back-pressure of environments."""
+    most_waiting_for_host: int
+    most_hosted: int
+    playing: float
+    """Episodes whose environment had the move: a tool ran, or it thought."""
+    waiting_for_worker: float
+    generating: float
+    engines_busy: float | None
+    """Share of the time of engines that could generate in which they had at least one call."""
+    engines_starved: float | None
+    """Share in which they had none while episodes were with an environment or waited for a host."""
+    prefix_reuse: float | None
+    """Of the context of an episode that comes back for another call: the share that its engine still had."""
+
+
 class Result(Struct, frozen=True, kw_only=True):
     scenario: str
     seed: int
@@ -103,6 +136,8 @@ class Result(Struct, frozen=True, kw_only=True):
     cost: Cost
     workers: Workers
     idle: Idle
+    episodes: EpisodeFigures | None
+    """None when no domain has an environment."""
     rounds: dict[str, int]
     migrations: int
     migrations_by_cause: dict[str, int]
@@ -189,6 +224,7 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
         cost=_cost(sim, steps, total_s, tokens),
         workers=_workers(sim, steps, total_s),
         idle=_idle(sim, steps, total_s),
+        episodes=_episodes(sim, warmup, len(steps), total_s),
         rounds={kind: ledger.rounds.get(kind, 0) for kind in ("short", "long")},
         migrations=sum(ledger.moves.values()),
         migrations_by_cause=_largest_first(ledger.moves),
@@ -249,10 +285,13 @@ def _length(sim: Simulation) -> Length:
 def _cost(sim: Simulation, steps: list[Measured], total_s: Seconds, tokens: int) -> Cost:
     usd = sum(step.usd for step in steps)
     trainer_usd = total_s * sim.scenario.trainer.price_usd_per_hour / _HOUR_S
+    times = sim.episode_times
+    hosts_usd = 0.0 if times is None else times.within(num_warmup_steps(sim), len(steps)).usd
     return Cost(
         usd=usd,
         trainer_usd=trainer_usd,
-        workers_usd=max(0.0, usd - trainer_usd),
+        workers_usd=max(0.0, usd - trainer_usd - hosts_usd),
+        hosts_usd=hosts_usd,
         usd_per_hour=usd / total_s * _HOUR_S if total_s > 0 else 0.0,
         usd_per_mtok=usd / tokens * _MILLION if tokens else 0.0,
         tok_per_usd=tokens / usd if usd else None,
@@ -296,6 +335,36 @@ def _idle(sim: Simulation, steps: list[Measured], total_s: Seconds) -> Idle:
         trainer_waiting=waited_s / total_s if total_s > 0 else 0.0,
         fleet_idle=sum(seconds.get("idle", 0.0) for seconds in remote) / paid_s if paid_s > 0 else None,
     )
+
+
+def _episodes(sim: Simulation, first: int, num_steps: int, total_s: Seconds) -> EpisodeFigures | None:
+    times, ledger = sim.episode_times, sim.scheduler.desk.ledger
+    if times is None:
+        return None
+    sums = times.within(first, num_steps)
+    return EpisodeFigures(
+        begun=ledger.episodes_begun,
+        ended=_largest_first(ledger.episodes_ended),
+        calls=ledger.num_calls,
+        hosts=_part(sums.host_s, total_s) or 0.0,
+        host_losses=sum(line.num_losses for line in ledger.hosts.values()),
+        host_hours=sums.host_s / _HOUR_S,
+        usd=sums.usd,
+        places_taken=_part(sums.taken_s, sums.place_s),
+        waiting_for_host=_part(sums.waiting_for_host_s, total_s) or 0.0,
+        most_waiting_for_host=times.most_waiting_for_host,
+        most_hosted=times.most_hosted,
+        playing=_part(sums.playing_s, total_s) or 0.0,
+        waiting_for_worker=_part(sums.waiting_for_worker_s, total_s) or 0.0,
+        generating=_part(sums.generating_s, total_s) or 0.0,
+        engines_busy=_part(sums.busy_s, sums.engine_s),
+        engines_starved=_part(sums.starved_s, sums.engine_s),
+        prefix_reuse=_part(sim.reused_tokens, sim.returned_tokens),
+    )
+
+
+def _part(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
 
 
 def _assumed(scenario: Scenario) -> list[str]:

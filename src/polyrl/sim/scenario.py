@@ -1,9 +1,9 @@
 """The schema of a scenario file: one typed tree, its defaults, and what is refused.
 
 A scenario is a TOML file; docs/reference/scenarios.md explains every key. The sections `rounds`, `seeding`, `rewards`,
-`routing`, `fleet_rules`, `weight_delivery` and `scaling` are the scheduler's own configuration, the very same structs
-that a live run reads. The others describe the world that the simulator plays: machines, network, workload, supply,
-faults.
+`routing`, `fleet_rules`, `weight_delivery`, `scaling` and `environments` are the scheduler's own configuration, the
+very same structs that a live run reads. The others describe the world that the simulator plays: machines, network,
+workload, hosts of environments, supply, faults.
 """
 
 from itertools import pairwise
@@ -14,6 +14,7 @@ from msgspec import Meta, Struct, field
 from polyrl.engines.lockstep import EngineTimes
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
+    EnvironmentRules,
     FleetRules,
     HandBackConfig,
     ParallelismConfig,
@@ -137,6 +138,44 @@ class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Share of scoring attempts that fail for reasons outside the sample."""
 
 
+class SimEnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An environment that plays a domain's samples. The domain's lengths are then of all calls of an episode together,
+    and its reward is what the environment does after the last answer."""
+
+    call_quantiles: list[tuple[Share, Positive]]
+    """[probability, calls of an episode], both rising."""
+    tool_quantiles: list[tuple[Share, NotNegative]] = field(default_factory=lambda: [(0.0, 1.0), (1.0, 1.0)])
+    """[probability, seconds] from an answer to the next call, both rising."""
+    tool_tokens: Count = 200
+    """Tokens that the result of a tool adds to the prompt of the next call. They are given, not drawn."""
+    begin_s: NotNegative = 1.0
+    """From the beginning of an episode to its first call."""
+    failure_share: Share = 0.0
+    """Share of attempts that fail for reasons that the policy cannot have caused."""
+    replay_share: Share = 1.0
+    """Share of tool results that are the same in another attempt; the first that differs ends the replay."""
+
+    @property
+    def most_given_tokens(self) -> int:
+        """The tokens that all results of the longest episode add."""
+        return round(self.call_quantiles[-1][1]) * self.tool_tokens
+
+
+class SimHostsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The processes that play the episodes of domains with an environment."""
+
+    processes: AtLeastOne = 4
+    """Of each environment, from the start on."""
+    slots: AtLeastOne = 32
+    """Episodes that a process plays at once."""
+    price_usd_per_hour: NotNegative = 0.0
+    """Of a process."""
+    mean_life_s: Positive | None = None
+    """Mean seconds from a process' start to its death; none: it does not die."""
+    restart_s: Positive = 20.0
+    """A process that died is back after this, under its name."""
+
+
 class SimDomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     prompts_per_step: AtLeastOne
@@ -152,10 +191,15 @@ class SimDomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     correlation: Share = 0.2
     """Within-prompt correlation of lengths (Gaussian copula)."""
     reward: RewardSection = RewardSection()
+    environment: SimEnvironmentSection | None = None
+    """What plays its samples as episodes of several calls; none: a sample is one answer."""
 
     def __post_init__(self) -> None:
         check_quantiles("length_quantiles", self.length_quantiles)
         check_quantiles("reward.duration_quantiles", self.reward.duration_quantiles)
+        if self.environment is not None:
+            check_quantiles("environment.call_quantiles", self.environment.call_quantiles)
+            check_quantiles("environment.tool_quantiles", self.environment.tool_quantiles)
 
 
 class WorkloadSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,6 +276,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     network: NetworkSection = NetworkSection()
     workload: WorkloadSection = WorkloadSection()
     domains: Annotated[list[SimDomainSection], Meta(min_length=1)]
+    hosts: SimHostsSection = SimHostsSection()
     supply: SupplySection = SupplySection()
     faults: FaultsSection = FaultsSection()
     rounds: RoundsConfig = RoundsConfig()
@@ -243,6 +288,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fleet_rules: FleetRules = FleetRules()
     weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
     scaling: ScalingConfig = ScalingConfig()
+    environments: EnvironmentRules = EnvironmentRules()
 
     def __post_init__(self) -> None:
         names = [domain.name for domain in self.domains]
@@ -252,6 +298,10 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_who_generates()
         self._check_waits()
         self._check_engines()
+
+    @property
+    def has_environments(self) -> bool:
+        return any(domain.environment is not None for domain in self.domains)
 
     @property
     def first_width(self) -> int:
@@ -295,7 +345,9 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("parallelism.speed: a scenario's engines are described in [engine]; expected none here")
         if self.engine.kv_tokens is not None and self.parallelism.model is not None:
             raise ValueError("engine.kv_tokens: parallelism.model says what fits; expected one of the two")
-        longest = max(domain.prompt_tokens for domain in self.domains) + self.run.max_new_tokens
+        given = [0 if one.environment is None else one.environment.most_given_tokens for one in self.domains]
+        prompts = [one.prompt_tokens + tokens for one, tokens in zip(self.domains, given, strict=True)]
+        longest = max(prompts) + self.run.max_new_tokens
         for width in (self.first_width, self.fleet.devices_per_worker):
             if self.kv_tokens(width) < longest:
                 raise ValueError(f"engine.kv_tokens: expected room for one prompt and its longest answer, {longest}")
@@ -316,6 +368,12 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _check_waits(self) -> None:
         """Refuse a time limit that is shorter than what it limits: the run could only fail."""
+        begins = [one.environment.begin_s for one in self.domains if one.environment is not None]
+        if begins and min(self.environments.turn_timeout_s, self.environments.episode_timeout_s) <= max(begins):
+            raise ValueError(
+                f"environments.turn_timeout_s: expected more than {max(begins):g} (environment.begin_s), and so of "
+                "episode_timeout_s, or no episode is ever begun in time"
+            )
         rules = self.fleet_rules
         for limit, key, takes, what in (
             (rules.heartbeat_timeout_s, "heartbeat_timeout_s", self.fleet.heartbeat_s, "fleet.heartbeat_s"),

@@ -20,9 +20,13 @@ from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
+from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.invariants import check
 from polyrl.scheduling.scheduler import Scheduler
+from polyrl.sim.environment_model import EnvironmentModel
+from polyrl.sim.episode_times import EpisodeTimes
 from polyrl.sim.fleet_model import FleetModel
+from polyrl.sim.host_model import HostModel
 from polyrl.sim.machines import Agenda
 from polyrl.sim.reward_model import RewardModel
 from polyrl.sim.scenario import Scenario
@@ -39,6 +43,9 @@ _NO_ANSWER_S = 0.01
 """Scoring an answer that was cut off at the cap: there is nothing to run."""
 
 
+HostCommand = c.PlayEpisode | c.AnswerCall | c.StopEpisode | c.ReleaseHost | c.ForgetHost
+
+
 class StuckError(PolyrlError):
     """The run did not end within `run.max_time_s`: who waits for what is in the message."""
 
@@ -48,7 +55,12 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
     prompts = [domain.prompt_tokens for domain in scenario.domains]
     return SchedulerConfig(
         domains=tuple(
-            DomainData(name=domain.name, prompts_per_step=domain.prompts_per_step, num_prompts=domain.num_prompts)
+            DomainData(
+                name=domain.name,
+                prompts_per_step=domain.prompts_per_step,
+                num_prompts=domain.num_prompts,
+                environment="" if domain.environment is None else domain.name,
+            )
             for domain in scenario.domains
         ),
         seed=seed,
@@ -67,6 +79,7 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
         fleet_rules=scenario.fleet_rules,
         weight_delivery=scenario.weight_delivery,
         scaling=scenario.scaling,
+        environments=scenario.environments,
     )
 
 
@@ -90,6 +103,8 @@ class Simulation:
         self.num_natural = 0
         self.natural_tokens = 0
         """Natural lengths with every prompt counted once an epoch: what a run that discards nothing would train."""
+        self.reused_tokens = self.returned_tokens = 0
+        """Of the contexts with which episodes came back for another call: those that the engine still had, and all."""
         self.watch: Callable[[bytes], None] | None = None
         """Gets every record of the journal."""
         self._groups: dict[GroupId, tuple[int, int, int, Step]] = {}
@@ -112,6 +127,9 @@ class Simulation:
         self._agenda = Agenda()
         self._trainer = TrainerModel(scenario, self._agenda.later, self.tell)
         self._fleet = FleetModel(scenario, seed, self._agenda, self._trainer, self.tell, self._find_worker)
+        environments = EnvironmentModel(scenario.domains, self._rewards, seed)
+        self._hosts = HostModel(scenario, seed, self._agenda, environments, self.tell, self._count_tokens)
+        self.episode_times = EpisodeTimes(self.scheduler.desk) if scenario.has_environments else None
 
     @property
     def now(self) -> Seconds:
@@ -146,6 +164,7 @@ class Simulation:
             self._fleet.join(WorkerName(f"local{number + 1}"), local=True)
         for event in supply:
             self._agenda.at(event.at_s, lambda event=event: self._fleet.happen(event))
+        self._hosts.start()
 
     def _play_next(self) -> None:
         agenda = self._agenda
@@ -164,7 +183,8 @@ class Simulation:
     def _who_waits(self) -> str:
         state = self.scheduler.desk.state
         rounds = ", ".join(
-            f"round {one.step}: {one.num_waiting} samples wait, {one.num_leased} run" for one in state.rounds.values()
+            f"round {one.step}: {one.num_waiting} samples wait, {one.num_leased} run{_away(one)}"
+            for one in state.rounds.values()
         )
         return f"step {self._trainer.step}; {rounds or 'no round is open'}; {len(state.fleet.seats)} workers"
 
@@ -173,8 +193,13 @@ class Simulation:
         seat = fleet.by_name.get(name)
         return None if seat is None else fleet.seats[seat]
 
+    def _count_tokens(self, sample: SampleId) -> int:
+        return self.scheduler.desk.samples[sample].num_tokens
+
     def tell(self, event: e.Event) -> None:
         """Tell the scheduler, and carry out what it wants."""
+        if self.episode_times is not None:
+            self.episode_times.add(self.now)
         commands = self.scheduler.handle(event, self.now)
         self.num_events += 1
         record = encode_record(self.now, event, commands)
@@ -234,15 +259,37 @@ class Simulation:
             case c.EndData():
                 self._trainer.end_data(command.step)
             case c.ReportStep():
-                self.lines.append(command.line)
-                self.tokens_at_step.append(self._trainer.tokens_trained)
-                self._check_laws()
+                self._report_step(command.line)
             case c.AddAsked() | c.CloseAsked():
                 raise LawViolation(f"nobody here asks for anything: {command}")
             case c.PlayEpisode() | c.AnswerCall() | c.StopEpisode() | c.ReleaseHost() | c.ForgetHost():
-                raise LawViolation(f"no scenario has an environment yet: {command}")
+                self._tell_host(command)
             case _:
                 assert_never(command)
+
+    def _tell_host(self, command: HostCommand) -> None:
+        match command:
+            case c.PlayEpisode():
+                domain, prompt, visit, _ = self._groups[group_of(command.sample)]
+                key = (domain, prompt, visit, index_of(command.sample))
+                self._hosts.begin(command, key, self._natural_length(command.sample))
+            case c.AnswerCall():
+                self._hosts.answer(command)
+            case c.StopEpisode():
+                self._hosts.stop(command)
+            case c.ReleaseHost():
+                self._hosts.release(command)
+            case c.ForgetHost():
+                self._hosts.forget(command)
+            case _:
+                assert_never(command)
+
+    def _report_step(self, line: StepLine) -> None:
+        self.lines.append(line)
+        self.tokens_at_step.append(self._trainer.tokens_trained)
+        if self.episode_times is not None:
+            self.episode_times.end_step()
+        self._check_laws()
 
     def _open_round(self, command: c.OpenRound) -> None:
         for group in command.groups:
@@ -263,18 +310,43 @@ class Simulation:
 
     def _generate(self, command: c.Generate) -> None:
         group = group_of(command.sample)
-        domain, prompt, visit, step = self._groups[group]
-        total = self._lengths.get(command.sample)
+        domain, prompt, _, _ = self._groups[group]
+        prompt_tokens = self._workload.prompt_tokens(domain, prompt)
+        if self.scenario.domains[domain].environment is not None:
+            self._generate_call(command, prompt_tokens)
+            return
+        total = self._natural_length(command.sample)
+        self._fleet.generate(command, prompt_tokens=prompt_tokens, total_tokens=total, prefix=group)
+
+    def _natural_length(self, sample: SampleId) -> int:
+        """Return where a sample ends if nobody stops it, and count it when it is asked for the first time."""
+        total = self._lengths.get(sample)
         if total is None:
-            total = self._workload.answer_tokens(domain, prompt, visit, index_of(command.sample), step)
-            self._lengths[command.sample] = total
+            group = group_of(sample)
+            domain, prompt, visit, step = self._groups[group]
+            total = self._workload.answer_tokens(domain, prompt, visit, index_of(sample), step)
+            self._lengths[sample] = total
             self.num_started += 1
             self.started_tokens += total
             if group not in self._started_again:
                 self.num_natural += 1
                 self.natural_tokens += total
-        prompt_tokens = self._workload.prompt_tokens(domain, prompt)
-        self._fleet.generate(command, prompt_tokens=prompt_tokens, total_tokens=total, prefix=group)
+        return total
+
+    def _generate_call(self, command: c.Generate, prompt_tokens: int) -> None:
+        episode = self._hosts.episodes[command.sample]
+        call, script = episode.call, episode.script
+        context_before = prompt_tokens + script.given_tokens(call - 1) + command.from_token
+        reused = self._fleet.generate(
+            command,
+            prompt_tokens=prompt_tokens + script.given_tokens(call),
+            total_tokens=script.ends[call],
+            prefix=None if call else group_of(command.sample),
+            is_call=True,
+        )
+        if call and command.from_token == script.start(call):
+            self.reused_tokens += reused
+            self.returned_tokens += context_before
 
     def _score(self, command: c.Score) -> None:
         domain, prompt, visit, _ = self._groups[group_of(command.sample)]
@@ -298,6 +370,11 @@ class Simulation:
     def _deliver(self, command: c.DeliverGroup) -> None:
         domain, prompt, _, _ = self._groups.pop(command.group)
         prompt_tokens = self._workload.prompt_tokens(domain, prompt)
+        for sample in command.samples:
+            episode = self._hosts.episodes.get(sample)
+            if episode is not None:
+                self._correct[sample] = episode.correct
+                self._lengths[sample] = episode.num_tokens + episode.given_tokens
         right = sum(self._correct[sample] for sample in command.samples)
         if self.scenario.trainer.filter_equal and right in (0, len(command.samples)):
             self._agenda.later(0.0, lambda: self._reject(command))
@@ -308,3 +385,10 @@ class Simulation:
     def _reject(self, command: c.DeliverGroup) -> None:
         self._trainer.reopen(command.step)
         self.tell(e.GroupRejected(command.group, "all its rewards are equal"))
+
+
+def _away(round_: Round) -> str:
+    """Say how many episodes of a round are with no worker."""
+    if not round_.num_unhosted and not round_.num_playing:
+        return ""
+    return f", {round_.num_unhosted} wait for a host, {round_.num_playing} for their environment"

@@ -43,6 +43,8 @@ CAUSES = {
     "failed": "samples that failed",
     "refused": "prompts that workers refused",
     "not_taken": "not taken by the trainer",
+    "environment_lost": "calls of episodes that took another way when begun again",
+    "abandoned": "calls that their environment no longer waited for",
     "withdrawn": "asked for beside the trainer, and no longer wanted",
 }
 MOVES = {

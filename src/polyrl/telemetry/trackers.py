@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 
 from polyrl.errors import UserError, one_line
 from polyrl.telemetry.metrics import FILE_NAME, Metrics, MetricsFile
+from polyrl.telemetry.tracker_thread import TrackerThread
 
 log = logging.getLogger("polyrl.track")
 
@@ -35,6 +36,7 @@ Own = tuple[str, Callable[[], Any]]
 _LOGIN_TIMEOUT_S = 30.0
 _INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
+_HASTE_S = 0.5
 _WANDB_ID_FILE = "wandb-run-id"
 _TENSORBOARD_FOLDER = "tensorboard"
 _SESSION_START = 1
@@ -56,22 +58,12 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class _OwnTracker:
-    """A tracker of a person's own as one of ours: it needs no more than `log` and `close`."""
-
-    def __init__(self, tracker: Any, name: str) -> None:
-        self._tracker = tracker
-        self.name: str = getattr(tracker, "name", name)
-        self.where: str = getattr(tracker, "where", name)
-        self.log, self.close = tracker.log, tracker.close
-
-
 class Trackers:
     """All of them as one. Keeps the contract of a tracker, and never raises for a place that fails."""
 
     name = "trackers"
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Tracker | TrackerThread]) -> None:
         self._trackers = list(trackers)
         self._failed: set[str] = set()
 
@@ -86,14 +78,18 @@ class Trackers:
             except Exception as error:  # noqa: BLE001  libraries of others, networks and disks: none may end a run
                 self._warn(tracker, "log", error)
 
-    def close(self) -> None:
+    def close(self, *, in_haste: bool = False) -> None:
+        """Close all of them; `in_haste`: a person waits for the run to stop."""
         for tracker in self._trackers:
             try:
-                tracker.close()
+                if isinstance(tracker, TrackerThread):
+                    tracker.close(_HASTE_S if in_haste else _FINISH_TIMEOUT_S)
+                else:
+                    tracker.close()
             except Exception as error:  # noqa: BLE001  as above
                 self._warn(tracker, "close", error)
 
-    def _warn(self, tracker: Tracker, what: str, error: Exception) -> None:
+    def _warn(self, tracker: Tracker | TrackerThread, what: str, error: Exception) -> None:
         if tracker.name not in self._failed:
             self._failed.add(tracker.name)
             log.warning("%s failed to %s, the run goes on: %s", tracker.name, what, one_line(error))
@@ -121,13 +117,13 @@ def open_trackers(
     Raises UserError if the run's directory cannot be written to, or a library is missing.
     """
     check_libraries(tensorboard=tensorboard, wandb=wandb)
-    trackers: list[Tracker] = [MetricsFile(run_dir / FILE_NAME, first_step=first_step)]
+    trackers: list[Tracker | TrackerThread] = [MetricsFile(run_dir / FILE_NAME, first_step=first_step)]
     try:
         if tensorboard:
             trackers.append(TensorBoardTracker(run_dir / _TENSORBOARD_FOLDER, first_step=first_step))
         if wandb != "off":
             trackers.append(WandbTracker(run_dir, wandb, project, recipe))
-        trackers += [_OwnTracker(make(), name) for name, make in own]
+        trackers += [TrackerThread(make, name) for name, make in own]
     except UserError:
         Trackers(trackers).close()
         raise

@@ -27,7 +27,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 2
+RULES = 3
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -38,6 +38,9 @@ RULES = 2
     2    the trainer's devices come back to samples that wait where every worker that generates is about to leave
          (devices.py); none is advised for what is written before one could begin (scaling.py);
          a worker whose engine dies many times without an answer between is given up (membership.py)
+    3    workers that have answered nothing cost no prompt and no sample while one that has is still to try it
+         (failures.py), and the trainer's devices come back for what only they may write (devices.py); what a worker
+         keeps and hardly goes on with is taken from it (balancing.py, membership.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts")

@@ -112,6 +112,8 @@ class Worker(Struct):
     """The number of failed groups that another worker has answered."""
     num_rejected: int = 0
     """Groups that the trainer has rejected for what it wrote."""
+    has_answered: bool = False
+    """It has brought an answer, and the trainer has rejected none of it since."""
     num_waiting: int = 0
     """Samples that its engine itself holds back, and not only because it computes prompts."""
     held_back_at: int = -1
@@ -168,6 +170,11 @@ class Worker(Struct):
     def is_doubtful(self) -> bool:
         """Whether it failed samples and has brought no answer since."""
         return bool(self.failed_groups) or self.num_faults > 0
+
+    @property
+    def is_proven(self) -> bool:
+        """It has shown that it can write. A name and its word cost nothing: whoever has a worker token has many."""
+        return self.local or self.has_answered
 
     @property
     def limit(self) -> int:

@@ -134,6 +134,8 @@ class Round(Struct):
     """The most tokens of a sample of it that ended or was stopped; kept when parallelism is planned."""
     written_at: Seconds | None = None
     """When the last lease of it ended; kept when parallelism is planned."""
+    waits_for_places: bool = False
+    """Whether samples waited for a place to be scored then: the pool of rewards was full."""
     failed: list[SampleId] = []
     """Waiting samples that a worker failed, first come first served: not everybody gets them (failures.py)."""
     unhosted: dict[int, list[SampleId]] = {}

@@ -7,13 +7,15 @@ of each worker is learned from the progress it brings, its plateau from what its
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.parts import leases
+from polyrl.scheduling.parts import failures, leases
 from polyrl.scheduling.rules import migration
 from polyrl.scheduling.rules.migration import Candidate
 
 _MIN_SPAN_S = 0.05
 _MAX_GRANTED = 0.1
 """A span says nothing about decoding if more than this share of the samples were new: it has prefills in it."""
+STARVED = 8
+"""A sample is starved if it gets this much less between two looks for stalled ones than its worker's speed gives."""
 _PLATEAU_GROWTH = 20
 """A plateau that holds grows by one part in this many, at every report."""
 
@@ -67,7 +69,7 @@ def balance(desk: Desk, now: Seconds) -> None:
     waiting = any(round_.num_waiting for round_ in desk.rounds.values())
     if not waiting and len(desk.seats) > 1:
         workers = list(desk.seats.values())
-        if not _relieve(desk, workers, now):
+        if not _relieve(desk, workers, now) and not _rescue(desk, workers, now):
             _move(desk, workers, now)
     if desk.leases:
         leases.look_later(desk, now)
@@ -80,6 +82,27 @@ def _relieve(desk: Desk, workers: list[Worker], now: Seconds) -> bool:
         for lease in list(worker.leases)[-num:]:
             leases.hand_over(desk, desk.leases[lease], "its engine holds it back, another worker has room", now)
     return bool(given)
+
+
+def _rescue(desk: Desk, workers: list[Worker], now: Seconds) -> bool:
+    """Ask samples back from workers that are far slower than others. Returns whether any was.
+
+    A worker that brings next to no token between two looks for stalled samples has failed them.
+    """
+    if desk.state.rules < 3:
+        return False
+    slowest_s = desk.config.fleet_rules.stall_timeout_s / STARVED
+    moves = migration.plan_rescues(
+        workers, desk.config.routing, desk.config.prompt_tokens, lambda worker: _candidates(desk, worker), slowest_s
+    )
+    for move in moves:
+        sample = desk.leases[move.lease]
+        worker = desk.seats[sample.worker]
+        if not worker.local and (worker.speed.step_s(len(worker.leases)) or 0.0) > slowest_s:
+            failures.keeps(desk, worker, sample)
+        sample.target = move.target
+        leases.hand_over(desk, sample, move.why, now)
+    return bool(moves)
 
 
 def _move(desk: Desk, workers: list[Worker], now: Seconds) -> None:

@@ -16,7 +16,7 @@ from polyrl.scheduling.core.commands import StartGenerating, StartTraining
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker, settle
 from polyrl.scheduling.core.samples import Round
-from polyrl.scheduling.parts import leases
+from polyrl.scheduling.parts import failures, leases
 from polyrl.scheduling.rules import seeding
 
 _RECHECK_S = 2.0
@@ -61,7 +61,8 @@ def window_over(desk: Desk, step: int, now: Seconds) -> None:
 
 
 def _somebody_else_generates(desk: Desk) -> bool:
-    return any(worker.may_take for worker in desk.seats.values() if not worker.local)
+    others = [worker for worker in desk.seats.values() if worker.may_take and not worker.local]
+    return any(desk.state.rules < 3 or not worker.is_doubtful for worker in others)
 
 
 def stop_generating(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
@@ -137,6 +138,8 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
     num_taking = sum(one.may_take if state.rules >= 2 else one.may_generate for one in seats)
     if round_.num_waiting and num_taking == 0:
         return "samples wait and no other worker is there"
+    if failures.waits_for_another(desk, round_):
+        return "samples wait that every other worker has failed"
     idle = state.clock.idle_since
     if idle is None or now - idle < desk.config.hand_back.come_back_after_s:
         return None

@@ -2,25 +2,33 @@
 
     a sample fails on a worker --> it waits for one that has not failed its group, if such a one can write
         it is handed over, and nobody asked             --> a failure too: it would come back at once, for ever
+        it stalls, or gets a token now and then         --> a failure too
         it is refused with tokens that others wrote     --> it begins anew without them: whose fault they are, shows
                                                             too, unless who refused them is in doubt itself
         another worker answers the group                --> the worker's: given up after `max_failures` such groups
         another refuses it too, or nobody else is there --> the group's: dropped as a whole
         the sample fails `max_failures` times           --> the sample's: its group goes on without it
+            neither while only workers without an answer have failed it, and another one is there, or will be
     the trainer rejects `max_failures` groups for what a worker wrote --> the worker's: given up
 
 Rules kept here: a failure is held against a worker once per group, and only when another worker has answered the group;
 an answer of its own clears all its failures. So neither a prompt that engines refuse nor weights that give NaN cost a
 worker its place. Samples lost with an engine's death are held against no worker, unless the engine dies repeatedly
 (membership.py).
+
+Whoever has a worker token can join under many names, and have each of them fail all that it is given. So the word of a
+worker that has brought no answer costs nothing while somebody else is still to try; of two that have, it is believed.
 """
 
 from polyrl.ids import Version
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import LeaseEnd
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.core.samples import ASKED, TrackedGroup, TrackedSample
+from polyrl.scheduling.core.samples import ASKED, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.staleness import oldest_version
+
+_MANY_NAMES = 3
+"""The rules from which on names are many, and answers count."""
 
 
 def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
@@ -30,6 +38,12 @@ def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
     if group.id not in worker.failed_groups:
         worker.failed_groups = [one for one in worker.failed_groups if one in desk.groups]  # others were dropped
         worker.failed_groups.append(group.id)
+
+
+def keeps(desk: Desk, worker: Worker, sample: TrackedSample) -> None:
+    """A worker keeps a sample and brings next to nothing of it: it fails it, and another worker gets it."""
+    sample.num_failures += 1
+    note(desk, worker, desk.groups[sample.group])
 
 
 def has_failed(desk: Desk, worker: Worker, sample: TrackedSample, reason: LeaseEnd) -> bool:
@@ -48,6 +62,7 @@ def is_inherited(desk: Desk, sample: TrackedSample, reason: LeaseEnd) -> bool:
 def rejected(desk: Desk, worker: Worker) -> bool:
     """The trainer has rejected a group for what this worker wrote. Returns whether it is to be given up."""
     worker.num_rejected += 1
+    worker.has_answered = False
     return worker.num_rejected >= desk.config.fleet_rules.max_failures and worker.state != "draining"
 
 
@@ -68,9 +83,40 @@ def answered(desk: Desk, worker: Worker, group: TrackedGroup) -> list[Worker]:
 
 def why_given_up(desk: Desk, group: TrackedGroup) -> str:
     """Why a group that was just refused is not tried any more; empty when it is."""
-    if len(group.failed_on) > 1:
-        return "a second worker refused it"
-    return "" if others(desk, group) else "the only worker that is there refused it"
+    if _is_to_be_tried(desk, group):
+        return ""
+    return "a second worker refused it" if len(group.failed_on) > 1 else "the only worker that is there refused it"
+
+
+def fails_for_good(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> bool:
+    """Return whether a sample that was just failed is not tried any more."""
+    if sample.num_failures < desk.config.fleet_rules.max_failures:
+        return False
+    return desk.state.rules < _MANY_NAMES or group.step == ASKED or not _is_to_be_tried(desk, group)
+
+
+def _is_to_be_tried(desk: Desk, group: TrackedGroup) -> bool:
+    """Whether a worker is still to try the group whose word counts for more than that of those who failed it."""
+    if desk.state.rules < _MANY_NAMES:
+        return len(group.failed_on) < 2 and bool(others(desk, group))
+    num_proven = sum(seat in desk.seats and desk.seats[seat].is_proven for seat in group.failed_on)
+    if others(desk, group):
+        return num_proven < 2
+    return num_proven == 0 and _is_awaited(desk, group)
+
+
+def _is_awaited(desk: Desk, group: TrackedGroup) -> bool:
+    """Whether a worker is there that may write the group later: it pulls weights, say, or its devices train.
+
+    A worker that never has is waited for while it fetches its first version, which has a deadline.
+    """
+    return any(
+        (one.is_proven or (one.state == "pulling" and one.num_pull_failures == 0))
+        and one.state != "draining"
+        and one.seat not in group.failed_on
+        and not (group.step == ASKED and one.local)
+        for one in desk.seats.values()
+    )
 
 
 def others(desk: Desk, group: TrackedGroup) -> list[Worker]:
@@ -79,18 +125,36 @@ def others(desk: Desk, group: TrackedGroup) -> list[Worker]:
 
 
 def choose(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> Worker | None:
-    """Return the worker for a sample that failed; None when all candidates are full.
-
-    Workers without any failure come first, then workers that have not failed this group, then all others. Without this
-    order, several workers that fail everything would be the least loaded and get the sample one after the other.
-    """
-    willing = others(desk, group)
-    willing = [one for one in willing if not one.is_doubtful] or willing or _able(desk, group)
-    with_room = [one for one in willing if one.credit > 0]
+    """Return the worker for a sample that failed; None when all candidates are full, or the right one is not there."""
+    with_room = [one for one in _candidates(desk, group) if one.credit > 0]
     if not with_room:
         return None
     wanted = next((one for one in with_room if one.seat == sample.target), None)
     return wanted or min(with_room, key=lambda one: (len(one.leases) / one.capacity, one.spot, one.seat))
+
+
+def _candidates(desk: Desk, group: TrackedGroup) -> list[Worker]:
+    """Return the workers that a failed sample may go to.
+
+    Workers without any failure come first, those that have answered before the others; then workers that have not
+    failed this group, then all others. Without this order, several workers that fail everything would be the least
+    loaded and get the sample one after the other.
+    """
+    willing = others(desk, group)
+    sound = [one for one in willing if not one.is_doubtful]
+    if desk.state.rules < _MANY_NAMES:
+        return sound or willing or _able(desk, group)
+    if found := [one for one in sound if one.is_proven] or sound or willing:
+        return found
+    able = _able(desk, group)
+    return [one for one in able if one.is_proven] or ([] if _is_awaited(desk, group) else able)
+
+
+def waits_for_another(desk: Desk, round_: Round) -> bool:
+    """Return whether the first sample that failed waits for a worker that does not generate now."""
+    if desk.state.rules < _MANY_NAMES or not round_.failed:
+        return False
+    return not _candidates(desk, desk.groups[desk.samples[round_.failed[0]].group])
 
 
 def _able(desk: Desk, group: TrackedGroup) -> list[Worker]:

@@ -73,6 +73,8 @@ def _place_failed(desk: Desk, round_: Round, now: Seconds) -> None:
         group = desk.groups[sample.group]
         worker = failures.choose(desk, sample, group)
         if worker is None:
+            if not desk.failed_wait and desk.state.rules >= 3:  # it may be the trainer's devices that it waits for
+                desk.devices_due = True
             desk.failed_wait = True
             return
         del round_.failed[0]
@@ -183,7 +185,7 @@ def end_lease(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) ->
     sample.worker = -1
     round_.num_leased -= 1
     if desk.plans_parallelism:
-        round_.written_at = now
+        round_.written_at, round_.waits_for_places = now, bool(desk.scoring.queue)
     if not worker.local and round_ is not desk.asked:
         desk.state.clock.last_remote_at = now
     if worker.state == "draining":

@@ -14,8 +14,8 @@ from polyrl.scheduling.core.commands import Abort, ForgetWorker, PullWeights, St
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import EngineBack, WeightsFailed, WeightsInstalled, WorkerJoined
 from polyrl.scheduling.core.fleet import Worker, settle
-from polyrl.scheduling.core.samples import NO_VERSION
-from polyrl.scheduling.parts import credit, leases
+from polyrl.scheduling.core.samples import NO_VERSION, TrackedSample
+from polyrl.scheduling.parts import balancing, credit, failures, leases
 from polyrl.scheduling.rules import weight_delivery
 from polyrl.scheduling.rules.staleness import oldest_version
 from polyrl.scheduling.rules.weight_delivery import TRAINER
@@ -186,9 +186,12 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
     if desk.state.trainer_away_since is not None:  # it may be the prompts that are missing
         return
     stalled = [sample for sample in held if sample.seen_tokens == sample.num_tokens]
+    all_stall = len(stalled) == len(held)
+    if desk.state.rules >= 3 and not worker.local:
+        stalled = [sample for sample in held if _is_starved(desk, worker, sample)]
     for sample in held:
         sample.seen_tokens = sample.num_tokens
-    if len(stalled) == len(worker.leases):
+    if all_stall:
         rejoin = credit.may_rejoin(desk, worker)
         lose(desk, worker, "it has samples and brings no token", now, tell=True, rejoin=rejoin)
         return
@@ -198,7 +201,18 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
         desk.commands.append(
             Abort(worker.name, sample.lease, "it brought no token for too long", sample.id, sample.num_tokens)
         )
+        if desk.state.rules >= 3 and not worker.local:
+            failures.keeps(desk, worker, sample)
         leases.requeue(desk, sample, desk.round_of(sample), now, "stalled")
+
+
+def _is_starved(desk: Desk, worker: Worker, sample: TrackedSample) -> bool:
+    """Whether a sample got far less since the last look than its worker's speed gives, or nothing."""
+    if sample.seen_tokens < 0:
+        return False
+    step_s = worker.speed.step_s(len(worker.leases)) or math.inf
+    least = desk.config.fleet_rules.stall_timeout_s / step_s / balancing.STARVED
+    return sample.num_tokens - sample.seen_tokens < max(1.0, least)
 
 
 # An engine that dies and comes back while its worker stays

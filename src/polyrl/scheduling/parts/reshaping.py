@@ -66,8 +66,10 @@ def _note_rewards(desk: Desk, round_: Round) -> None:
     if round_.closed_at is None or round_.written_at is None:
         return
     waited_s = max(0.0, round_.closed_at - round_.written_at)
-    known = desk.state.parallelism.rewards_s_by_kind
-    known[round_.kind] = (known.get(round_.kind, waited_s) + waited_s) / 2.0
+    state = desk.state.parallelism
+    state.rewards_s_by_kind[round_.kind] = (state.rewards_s_by_kind.get(round_.kind, waited_s) + waited_s) / 2.0
+    is_bound = round_.waits_for_places and desk.as_finished
+    state.at_least_s_by_kind[round_.kind] = round_.closed_at - round_.opened_at if is_bound else 0.0
 
 
 def _plan(desk: Desk, kind: RoundKind, local: list[Worker]) -> ParallelismPlan | None:
@@ -104,8 +106,15 @@ def _work(desk: Desk, kind: RoundKind, local: list[Worker]) -> RoundShape | None
     num_samples = desk.state.parallelism.num_samples_by_kind.get(kind, 0)
     if num_samples == 0 or desk.state.lengths_by_kind[kind].num_observed < _MIN_OBSERVED:
         return None
-    rewards_s = desk.state.parallelism.rewards_s_by_kind.get(kind, 0.0)
-    return RoundShape(num_samples, desk.config.prompt_tokens, desk.config.max_new_tokens, local[0].slots, rewards_s)
+    state = desk.state.parallelism
+    return RoundShape(
+        num_samples,
+        desk.config.prompt_tokens,
+        desk.config.max_new_tokens,
+        local[0].slots,
+        rewards_s=state.rewards_s_by_kind.get(kind, 0.0),
+        at_least_s=state.at_least_s_by_kind.get(kind, 0.0),
+    )
 
 
 def _progress(desk: Desk, kind: RoundKind) -> RoundProgress:

@@ -1,10 +1,11 @@
 """Which running samples move to another worker although their own is alive.
 
-There are two reasons. An engine holds samples back because its KV cache is full, while another worker has credit: the
+There are three reasons. An engine holds samples back because its KV cache is full, while another worker has credit: the
 youngest samples move. Or a worker has few samples while another runs many: a sample that moves decodes faster there,
 and moves if the time it saves pays for its re-prefill and `move_gain_s` beyond. The longest expected remaining length
 goes first, a sample at most once in `move_every_tokens`, reserved machines before spot. In the tail of a round this
-spreads the stragglers out.
+spreads the stragglers out. Or a worker is far slower than another that has room: a token now and then is no stall, and
+would hold a round up for days. What is rescued from there goes as often as it must.
 
 Everything is decided from values: loads, speeds that were seen, expected remaining tokens. Nothing moves away from a
 worker whose speed is not yet known.
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
-from polyrl.ids import LeaseId
+from polyrl.ids import LeaseId, Seconds
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.parameters import RoutingConfig
 
 _MIN_EXCESS = 0.25
 """A worker gives samples away only to one that has at least this share fewer."""
 _MAX_MOVES = 256
+_SLOW = 8.0
+"""A worker is far slower than another whose decode step takes this much less."""
 HAND_OVER_S = 0.5
 """Seconds that a move costs besides prefilling again: stop, deliver, start."""
 
@@ -106,6 +109,50 @@ def _move_from(
             heapq.heapreplace(targets, (num_there + 1, spot, seat, target))
         else:
             heapq.heappop(targets)
+
+
+def plan_rescues(
+    workers: Iterable[Worker],
+    config: RoutingConfig,
+    prompt_tokens: int,
+    candidates: Callable[[Worker], list[Candidate]],
+    slowest_s: Seconds,
+) -> list[Move]:
+    """Moves from workers that are far slower than another with room that has brought answers.
+
+    `slowest_s`: no worker that brings answers takes longer for a token. It stands for a speed that was not seen.
+    """
+    able = [worker for worker in workers if worker.may_generate]
+    fastest = [entry for one in able if (entry := _entry(one, len(one.leases), slowest_s / _SLOW)) is not None]
+    heapq.heapify(fastest)
+    moves: list[Move] = []
+    for source in sorted(able, key=lambda one: one.seat):
+        here = source.speed.step_s(len(source.leases)) if source.leases else None
+        if not fastest or len(moves) >= _MAX_MOVES:
+            break
+        if here is None or here < _SLOW * fastest[0][0] or fastest[0][3] is source:
+            continue
+        for candidate in candidates(source):
+            there, _, num_there, target = fastest[0]
+            saved = candidate.remaining * (here - there)
+            cost = HAND_OVER_S + (prompt_tokens + candidate.num_tokens) / config.prefill_tokens_per_s
+            if saved < cost + config.move_gain_s:
+                continue
+            why = f"its worker takes {here:.3g} s a token, {target.name} {there:.3g} s: saves about {saved:.0f} s"
+            moves.append(Move(target.seat, candidate.lease, why))
+            entry = _entry(target, num_there + 1, slowest_s / _SLOW)
+            _ = heapq.heappop(fastest) if entry is None else heapq.heapreplace(fastest, entry)
+            if not fastest or here < _SLOW * fastest[0][0] or len(moves) >= _MAX_MOVES:
+                break
+    return moves
+
+
+def _entry(worker: Worker, num_leases: int, unseen_s: Seconds) -> tuple[Seconds, int, int, Worker] | None:
+    """Return the seconds that a proven worker takes for a token with a sample more, with which it is sorted; None if
+    it has no room."""
+    if not (worker.may_take and worker.is_proven and worker.num_waiting == 0 and num_leases < worker.limit):
+        return None
+    return worker.speed.step_s(num_leases + 1) or unseen_s, worker.seat, num_leases, worker
 
 
 def _saved_s(source: Worker, num_source: int, target: Worker, num_target: int, candidate: Candidate) -> float:

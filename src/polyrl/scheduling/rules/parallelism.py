@@ -17,7 +17,8 @@ Rules kept here:
 The prediction is a lock-step fluid: at token t a copy runs its share of the samples that earlier rounds of the kind
 still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits its turn. How far
 samples ran counts those that were stopped as it counts those that ended: a race that closes early is over early. To it
-is added how long recent rounds of the kind waited for rewards after their last sample, at any width.
+is added how long recent rounds of the kind waited for rewards after their last sample, at any width. Where the pool of
+rewards, which score beside generation, was full to the end, the round is taken to be as long at every faster width.
 
 Left out: prefill, queueing inside an engine, and whether to plan at all (`enabled` is read by the caller).
 """
@@ -69,6 +70,8 @@ class RoundShape(msgspec.Struct, frozen=True):
     """Samples that one copy runs at once."""
     rewards_s: Seconds = 0.0
     """Seconds from the end of the last sample to the round's closing, at any width."""
+    at_least_s: Seconds = 0.0
+    """Seconds that rewards alone take, where their pool is full to the end: no width makes the round shorter."""
 
 
 class RoundProgress(msgspec.Struct, frozen=True):
@@ -162,6 +165,8 @@ class ParallelismState(msgspec.Struct):
     """The number of samples in the last round of each kind."""
     rewards_s_by_kind: dict[str, Seconds] = msgspec.field(default_factory=dict)
     """Seconds that recent rounds of each kind waited for rewards after their last sample."""
+    at_least_s_by_kind: dict[str, Seconds] = msgspec.field(default_factory=dict)
+    """Seconds of the last round of each kind, if the pool of rewards was full to its end; else 0."""
     min_tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
     """Widths that preemptions have shown to be too narrow are not planned again."""
     watches: dict[str, PreemptionWatch] = msgspec.field(default_factory=dict)
@@ -203,7 +208,7 @@ def round_time_s(
         turns = max(1.0, samples * context / capacity, samples / work.slots)
         running = samples / turns
         total += (high - low) * lasts * turns * speed.step_s(tp, running, running * context)
-    return total
+    return max(total, work.at_least_s)
 
 
 def plan(

@@ -1,0 +1,169 @@
+"""The tests' side of a pytest run: the module `solution`, of which every use is asked of the program's process.
+
+Rules kept here: plain data of the program arrives as plain data, so that no class of its own decides what equals what.
+An object of the program equals itself; it is compared with another one by the program, and with plain data it is
+unequal. Arithmetic with plain data gives an object of the program or an error, and `in` looks through the items here.
+Otherwise an answer could return an object that claims to equal everything, or whose difference from everything is 0.
+Left out: functions of the tests as arguments. Arguments are plain data or the program's own objects.
+"""
+
+import builtins
+import socket
+import sys
+import types
+from typing import Any
+
+from polyrl.rewards.sandbox.inside import frames, values
+from polyrl.rewards.sandbox.inside.answering import MAX_BYTES
+
+_KEPT = "_polyrl_remote"
+
+
+class Asker:
+    """Sends requests, one at a time, and makes values or exceptions of the replies."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._exceptions: dict[int, type[Exception]] = {}
+
+    def ask(self, target: int, op: str, *args: Any, **kwargs: Any) -> Any:
+        request = {"target": target, "op": op, "args": self._encode(list(args)), "kwargs": self._encode(kwargs)}
+        self._line.sendall(frames.pack(request, []))
+        _, (body,) = frames.read(self._line, MAX_BYTES)
+        said = values.from_bytes(body)
+        if "value" in said:
+            return values.decode(said["value"], other=self._make)
+        raise self._exception(said["raised"])(str(said["text"]))
+
+    def _encode(self, value: Any) -> Any:
+        def refer(one: Any) -> int:
+            number = number_of(one)
+            if number is None:
+                raise TypeError(f"a {type(one).__name__} cannot be passed to the program: expected plain data")
+            return number
+
+        return values.encode(value, other=refer)
+
+    def _make(self, said: Any) -> Any:
+        if isinstance(said, str):
+            return values.Other(said)
+        if "exception" in said:
+            return self._exception(said["exception"])
+        return RemoteObject(self, int(said["number"]), str(said["name"]))
+
+    def _exception(self, lineage: list[Any]) -> type[Exception]:
+        """Return a class of the same name, that derives from the same exception of Python."""
+        number, name = int(lineage[0][0]), str(lineage[0][1])
+        if number not in self._exceptions:
+            self._exceptions[number] = self._make_exception(number, name, lineage[1:])
+        return self._exceptions[number]
+
+    def _make_exception(self, number: int, name: str, above: list[Any]) -> type[Exception]:
+        own = getattr(builtins, name, None)
+        if isinstance(own, type) and issubclass(own, Exception):
+            return own
+        return type(name, (self._exception(above),), {_KEPT: number}) if above else Exception
+
+
+class RemoteObject:
+    """An object that is in the program's process."""
+
+    def __init__(self, asker: Asker, number: int, name: str) -> None:
+        object.__setattr__(self, _KEPT, (asker, number, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return _ask(self, "get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "set", name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _ask(self, "call", *args, **kwargs)
+
+    def __next__(self) -> Any:
+        return _ask(self, "next")[0]
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return number_of(value) is not None and _ask(self, "is_instance", value) is True
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (number_of(other) is not None and _ask(self, "eq", other) is True)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return int(_ask(self, "hash"))
+
+    def __contains__(self, value: Any) -> bool:
+        return any(one is value or one == value for one in _ask(self, "iter"))
+
+    def __bool__(self) -> bool:
+        return _ask(self, "bool") is True
+
+    def __exit__(self, *ignored: object) -> None:
+        _ask(self, "exit")
+
+
+def number_of(value: Any) -> int | None:
+    """Return the number of a program's object or exception class; None for anything else."""
+    if type(value) is RemoteObject:
+        return object.__getattribute__(value, _KEPT)[1]
+    return value.__dict__.get(_KEPT) if isinstance(value, type) else None
+
+
+def install(line: socket.socket) -> None:
+    """Make `import solution` mean the program."""
+    asker = Asker(line)
+    module = types.ModuleType(values.PROGRAM)
+
+    def find(name: str) -> Any:
+        if name == "__all__":
+            return asker.ask(0, "names")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return asker.ask(0, "get", name)
+
+    module.__getattr__ = find  # type: ignore[method-assign]
+    sys.modules[values.PROGRAM] = module
+
+
+def _ask(target: RemoteObject, op: str, *args: Any, **kwargs: Any) -> Any:
+    asker, number, _ = object.__getattribute__(target, _KEPT)
+    return asker.ask(number, op, *args, **kwargs)
+
+
+def _forward(op: str) -> Any:
+    def method(self: RemoteObject, *args: Any) -> Any:
+        return _ask(self, op, *args)
+
+    return method
+
+
+def _compute(op: str) -> Any:
+    """Return a method whose result is an object of the program, unless all operands are."""
+
+    def method(self: RemoteObject, *args: Any) -> Any:
+        found = _ask(self, op, *args)
+        if number_of(found) is None and not (args and all(number_of(one) is not None for one in args)):
+            return NotImplemented
+        return found
+
+    return method
+
+
+def _order(op: str) -> Any:
+    def method(self: RemoteObject, other: Any) -> Any:
+        return NotImplemented if number_of(other) is None else _ask(self, op, other) is True
+
+    return method
+
+
+for _name in ("len", "iter", "str", "repr", "int", "float", "enter"):
+    setattr(RemoteObject, f"__{_name}__", _forward(_name))
+for _name, _op in (("getitem", "item"), ("setitem", "set_item"), ("delitem", "delete_item")):
+    setattr(RemoteObject, f"__{_name}__", _forward(_op))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "abs", "neg"):
+    setattr(RemoteObject, f"__{_name}__", _compute(_name))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(RemoteObject, f"__{_name}__", _order(_name))

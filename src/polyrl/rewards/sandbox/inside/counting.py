@@ -1,0 +1,86 @@
+"""What a program uses at this moment, over all of its processes, as /proc tells it.
+
+Memory is what nobody else has to give back: anonymous pages, shared memory and page tables, without files of the
+system. A forked process shares the zygote's pages until it writes; those would be counted for each, so they are
+subtracted. A socket can hold bytes that no process is charged with; each counts as if it were full.
+"""
+
+import os
+from typing import NamedTuple
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_SOCKET_KB = 416
+"""What both directions of a Unix socket hold with the buffers that the kernel gives by default."""
+
+
+class Usage(NamedTuple):
+    cpu_s: float
+    memory_bytes: int
+    num_processes: int
+
+
+def usage_of_namespace() -> Usage:
+    """Count every process of this pid namespace, and of those below it, but process 1 and this one."""
+    own = ("1", str(os.getpid()))
+    found = _usage([int(name) for name in os.listdir("/proc") if name.isdigit() and name not in own])
+    return found._replace(memory_bytes=found.memory_bytes + (max(0, _num_sockets() - 1) * _SOCKET_KB << 10))
+
+
+def usage_of_session(leader: int) -> Usage:
+    """Count the processes of a session. Without a namespace of its own, a process can leave it."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.getsid(int(name)) == leader:
+                    found.append(int(name))
+            except OSError:
+                continue
+    return _usage(found)
+
+
+def queued_s(pid: int) -> float:
+    """Return for how long a process could have run and had no core: it is not to blame for a busy machine."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _usage(pids: list[int]) -> Usage:
+    cpu_s, memory_kb, num = 0.0, 0, 0
+    own_kb = _own_kb()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            with open(f"/proc/{pid}/status", "rb") as file:
+                status = file.read()
+        except OSError:  # it has ended
+            continue
+        # utime and stime: of all threads. Children that were waited for are in cutime and cstime.
+        cpu_s += sum(int(fields[at]) for at in (11, 12, 13, 14)) / _TICKS
+        num += int(fields[17])
+        memory_kb += max(0, _kb(status, b"RssAnon:") - own_kb)
+        memory_kb += _kb(status, b"RssShmem:") + _kb(status, b"VmPTE:")
+    return Usage(cpu_s, memory_kb << 10, num)
+
+
+def _own_kb() -> int:
+    with open("/proc/self/status", "rb") as file:
+        return _kb(file.read(), b"RssAnon:")
+
+
+def _num_sockets() -> int:
+    """Return how many sockets the network namespace has, which is this zygote's alone."""
+    try:
+        with open("/proc/self/net/sockstat", "rb") as file:
+            return int(file.readline().split()[2])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _kb(status: bytes, name: bytes) -> int:
+    found = status.partition(name)[2]
+    return int(found.split(None, 1)[0]) if found else 0
