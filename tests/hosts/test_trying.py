@@ -58,7 +58,7 @@ def test_an_input_that_ends_early_is_a_failure_without_a_reward():
         (["try", "nobody_here:Game"], "nobody_here cannot be imported"),
         (["try", "json:dumps"], "environment"),
         pytest.param(["try", "calculator", "--model", "nowhere"], "nowhere", marks=NEEDS_TORCH),
-        (["try", "calculator", "--max-turns", "0"], "--max-turns"),
+        (["try", "calculator", "--turns", "0"], "--turns"),
     ],
 )
 def test_a_mistake_is_one_line(args: list[str], line: str, tmp_path: Path):
