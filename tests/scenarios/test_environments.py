@@ -1,5 +1,13 @@
 """Agents with slow tools: engines stay busy while hundreds of episodes wait for theirs."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import polyrl
 from polyrl.sim.library import load_scenario
 from polyrl.sim.result import summarize
 from polyrl.sim.simulation import Simulation
@@ -22,3 +30,27 @@ def test_engines_stay_over_nine_tenths_busy_while_five_hundred_episodes_use_tool
     assert settled.playing_s > 0.25 * settled.generating_s, "a good part of the episodes is with tools"
     assert result.episodes.prefix_reuse is not None
     assert result.episodes.prefix_reuse > 0.5
+
+
+SMALL = ["run.steps=1", "domains.tools.prompts_per_step=4", "hosts.mean_life_s=60.0"]
+DIGEST = (
+    f"import sys; sys.path.insert(0, {str(Path(polyrl.__file__).parents[1])!r})\n"
+    "from polyrl.sim.library import load_scenario\n"
+    "from polyrl.sim.simulation import Simulation\n"
+    f"sim = Simulation(load_scenario('agent-tools-8b', {SMALL!r}), 5); sim.run(); print(sim.digest.hex())\n"
+)
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "4242"])
+def test_episodes_give_the_same_journal_in_every_process(hash_seed):
+    sim = Simulation(load_scenario("agent-tools-8b", SMALL), 5)
+    sim.run()
+    ended = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert ended.stdout.strip() == sim.digest.hex()

@@ -92,6 +92,40 @@ def test_the_price_of_hosts_is_part_of_the_bill(tmp_path):
     assert whole == pytest.approx(sum(line.usd for line in sim.scheduler.desk.ledger.hosts.values()), rel=0.02)
 
 
+MIXED = """\
+
+[[domains]]
+name = "maths"
+prompts_per_step = 2
+length_quantiles = [[0.0, 100], [1.0, 900]]
+
+[[domains]]
+name = "maze"
+prompts_per_step = 2
+length_quantiles = [[0.0, 100], [1.0, 900]]
+environment = { call_quantiles = [[0.0, 2], [1.0, 5]], failure_share = 0.2 }
+
+[[domains]]
+name = "shop"
+prompts_per_step = 2
+length_quantiles = [[0.0, 100], [1.0, 900]]
+environment = { call_quantiles = [[0.0, 1], [1.0, 3]] }
+"""
+
+
+def test_domains_with_and_without_environments_share_a_run_and_each_has_its_own_hosts(tmp_path):
+    path = write_agents(tmp_path)
+    path.write_text(path.read_text().partition("[domains.tools]")[0] + MIXED)
+    sim = Simulation(load_scenario(str(path), ["hosts.mean_life_s=60.0"]))
+    sim.run()
+    ledger = sim.scheduler.desk.ledger
+    assert sim.law_violations == []
+    assert ledger.samples_trained == 3 * 6 * 4
+    assert set(ledger.hosts) == {"maze-1", "maze-2", "shop-1", "shop-2"}
+    assert ledger.episodes_ended["scored"] == 3 * 4 * 4
+    assert ledger.episodes_ended["failed"] > 0
+
+
 def test_a_scenario_without_environments_says_nothing_of_them(tmp_path):
     sim = Simulation(load_scenario("elastic-8b", ["run.steps=1"]))
     assert sim.episode_times is None

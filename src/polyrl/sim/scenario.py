@@ -164,7 +164,7 @@ class SimEnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class SimHostsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The processes that play the episodes of domains with an environment."""
 
-    processes: AtLeastOne = 4
+    processes: Annotated[int, Meta(ge=1, le=100_000)] = 4
     """Of each environment, from the start on."""
     slots: AtLeastOne = 32
     """Episodes that a process plays at once."""
