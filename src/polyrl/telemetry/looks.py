@@ -44,6 +44,13 @@ CAUSES = {
     "refused": "prompts that workers refused",
     "not_taken": "not taken by the trainer",
     "withdrawn": "asked for beside the trainer, and no longer wanted",
+    "environment_lost": "episodes that took another way when they began again",
+    "abandoned": "calls that were not wanted to their end",
+}
+OUTCOMES = {
+    "scored": "their environments gave a reward",
+    "failed": "through no fault of the policy: begun again, or left out",
+    "timed_out": "scored with environments.timeout_reward",
 }
 MOVES = {
     "handed_over": "handed over",
