@@ -10,13 +10,12 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.chaos.training_runs import children, end_of, polyrl, rewards, wait_for
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.run import checkpoints
@@ -33,15 +32,6 @@ SETTINGS = (
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
-def polyrl(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyrl", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
@@ -55,12 +45,6 @@ LORA = ("lora.rank=4", "lora.dropout=0.1", "optimizer.lr=3e-3", "algorithm.kl=lo
 def train(model: Path, run_dir: Path, num_steps: int, more: tuple[str, ...]) -> subprocess.Popen[bytes]:
     given = (f"model.path={model}", f"train.steps={num_steps}", "train.mode=synchronous", *SETTINGS, *more)
     return polyrl("train", "arithmetic", *given, "--run-dir", str(run_dir))
-
-
-def end_of(run_dir: Path, num_steps: int) -> dict[str, torch.Tensor]:
-    state, tensors = checkpoint.load(checkpoint.found(run_dir)[-1])
-    assert state.next_step == num_steps
-    return tensors
 
 
 @pytest.mark.parametrize(
@@ -138,30 +122,10 @@ def until_running(process: subprocess.Popen[bytes], run_dir: Path) -> None:
     time.sleep(0.5)
 
 
-def rewards(run_dir: Path) -> dict[int, list[object]]:
-    told = ("reward/mean", "reward/std", "rounds/filtered_groups")
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    return {int(line["step"] or 0): [line[name] for name in told] for line in lines}
-
-
 AHEAD = (
     "train.mode=async", "train.max_staleness=2", "rounds.tail_batching=prompts", "fleet.workers=1", "fleet.wait=true",
     "fleet.settings={ slots = 8, kv_tokens = 4096 }",
 )  # fmt: skip
-
-
-def children(pid: int, word: str) -> list[int]:
-    """Processes that this one started, of that command."""
-    found = []
-    for name in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        try:
-            stat = (Path("/proc") / name / "stat").read_text()
-            words = (Path("/proc") / name / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if int(stat.rpartition(")")[2].split()[1]) == pid and word.encode() in words:
-            found.append(int(name))
-    return found
 
 
 def test_with_rounds_ahead_trainer_worker_and_manager_are_killed_and_nothing_is_lost(model: Path, tmp_path: Path):
@@ -286,10 +250,3 @@ def test_steps_that_come_out_otherwise_replace_their_version_and_a_worker_fetche
     shown, _ = ledger.communicate(timeout=120)
     assert ledger.returncode == 0, shown.decode()
     assert f"trained {4 * num_steps}" in " ".join(shown.decode().split()), shown.decode()
-
-
-def wait_for(holds: Callable[[], bool], process: subprocess.Popen[bytes], pause_s: float = 0.01) -> None:
-    until = time.monotonic() + 120.0
-    while not holds():
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(pause_s)

@@ -18,6 +18,12 @@ def test_a_number_of_steps_that_cannot_be_is_one_line_before_a_model_is_made(tmp
     assert not (tmp_path / "demo").exists()
 
 
+def test_a_demo_that_there_is_not_is_one_line(capsys):
+    assert main(["demo", "agnet"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("polyrl: error: sums|agent: got 'agnet', expected one of sums, agent") and "agent" in said
+
+
 @pytest.mark.parametrize("left", ["run", "model"])
 def test_what_another_demo_has_left_is_one_line(tmp_path: Path, capsys, left: str):
     (tmp_path / left).mkdir()

@@ -289,3 +289,15 @@ def test_doctor_prints_the_command_with_which_a_worker_joins(tmp_path: Path, cap
         f"a worker joins with: polyrl worker --join {live.url} --token-file {tmp_path}/worker.token "
     )
     assert said.split(" --model ")[1].split()[0].endswith("/models/tiny")
+
+
+def test_doctor_prints_the_command_with_which_a_host_joins(tmp_path: Path, capsys):
+    recipe = load_recipe("calculator", ["model.path=models/tiny", "environments.price_usd_per_hour=0.25"])
+    with manager_in_thread(tmp_path) as live:
+        write_recipe(tmp_path, recipe)
+        (tmp_path / "manager.json").write_text(json.dumps({"url": live.url, "pid": 1}))
+        assert main(["doctor", str(tmp_path)]) == 1
+        said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("a host joins with: polyrl env calculator --model ")
+    assert f" --join {live.url} --token-file {tmp_path}/host.token --as calculator --slots 128 --price 0.25" in said
+    assert "style=" in said and "letters" in said

@@ -5,6 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 from tests.properties.hostile import play
+from tests.properties.hosts import EpisodeWorld
 
 from polyrl.errors import JournalError
 from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER, PAYLOAD
@@ -52,6 +53,28 @@ def test_whatever_happened_every_sum_holds_and_every_loss_is_seen(seed, tmp_path
     assert all(life.why for life in account.lives if life.ended_at is not None)
     for spans in account.timeline.rows.values():
         assert all(one.end_s <= then.start_s + 1e-9 for one, then in pairwise(spans)), "a second of a name counts twice"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hosts_are_paid_for_the_time_that_they_were_seen(seed, tmp_path):
+    world = EpisodeWorld(seed)
+    world.play(150)
+    account = read_account(write_journal(tmp_path / FILE_NAME, world), verify=True)
+    assert account.broken_laws == []
+    assert broken_sums(account) == []
+    assert sum(seconds for seconds, _ in account.hosts.values()) > 0.0
+    name = next(name for name, line in account.ledger.hosts.items() if line.seconds > 0.0)
+    account.ledger.hosts[name].seconds += 3.0
+    assert [line.partition(" are ")[0] for line in broken_sums(account)] == [f"seconds of host {name}"]
+
+
+def test_several_journals_know_since_when_a_host_is_there(tmp_path):
+    world = EpisodeWorld(2)
+    world.play(150)
+    write_segments(tmp_path, world, 60, 120)
+    assert broken_sums(read_account(tmp_path, verify=True)) == []
+    (tmp_path / LIVE_FOLDER / f"{EVENTS}-000001.bin").unlink()
+    assert broken_sums(read_account(tmp_path, verify=True)) == []
 
 
 def test_the_timeline_says_the_same_as_the_ledger(world, tmp_path):

@@ -1,5 +1,6 @@
 """`polyrl samples` without a run: what a model may write, what a person may ask, what is kept on the disk."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -59,6 +60,40 @@ def test_a_run_without_a_recipe_shows_tokens_with_rewards_parts_and_writers(
     assert "5 6 7" in shown and "rejected: its group teaches nothing" in shown
     assert main(["samples", str(tmp_path), "--grep", "5 6", "--best", "--limit", "1", "--json"]) == 0
     assert '"reward": 1.0' in capsys.readouterr().out
+
+
+def episode(tokens: list[int], drawn: list[int], **more: object) -> TrainSample:
+    """An episode's sequence: its prompt is the first token."""
+    return TrainSample(
+        np.array(tokens[:1], np.int32), np.array(tokens[1:], np.int32), np.zeros(len(drawn), np.float32), 0.5, 7,
+        written_by=(TrainSegment(2, len(drawn), "builtin", "spot-1"),), drawn=np.array(drawn, np.int32),
+        parts={"turns": 2.0}, **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_an_episode_is_shown_turn_by_turn_with_what_was_drawn_and_what_was_given(tmp_path: Path, capsys):
+    one = episode([3, 10, 11, 4, 12], [0, 1, 3])
+    forked = [
+        episode([3, 10, 4, 12], [0, 2], episode=1, order=np.array([0, 1], np.int32)),
+        episode([3, 10, 5, 13], [2], episode=1, order=np.array([2], np.int32)),
+    ]
+    folder = tmp_path / entries.REDO_FOLDER
+    folder.mkdir(parents=True)
+    made = entries.make(0, 1, [[[one, *forked]]], b"", [])
+    (folder / entries.name_of(0)).write_bytes(entries.encode(made))
+    assert main(["samples", str(tmp_path)]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index("step 0  7/0  reward 0.5 (turns 2)")
+    assert lines[at + 1] == "3 tokens, stop; version 2 on spot-1"
+    rows = [" ".join(line.split()) for line in lines[at + 2 : at + 6]]
+    assert rows == ["given 3", "drawn 10 11", "given 4", "drawn 12"]
+    assert "step 0  7/1  reward 0.5 (turns 2)" in lines and "2 shown; step 0 are kept" in lines[-1]
+    second = [" ".join(line.split()) for line in lines[lines.index("training sequence 2 of 2") + 1 :]]
+    assert second[:2] == ["given 3 10 5", "drawn 13"]
+    assert main(["samples", str(tmp_path), "--json", "--grep", "13"]) == 0
+    (told,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert told["num_tokens"] == 3
+    assert told["sequences"][1] == [{"drawn": False, "text": "3 10 5"}, {"drawn": True, "text": "13"}]
 
 
 @pytest.mark.parametrize(

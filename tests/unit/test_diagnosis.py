@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from polyrl.run.diagnosis import diagnose
-from polyrl.wire.control import RewardsStatus, RoundStatus, Status, WaitStatus, WorkerStatus
+from polyrl.wire.control import HostStatus, RewardsStatus, RoundStatus, Status, WaitStatus, WorkerStatus
 
 WORKER = WorkerStatus(
     name="w1", state="active", connected=True, engine="builtin", model="m", version=3, running=2, slots=4,
@@ -19,6 +19,12 @@ ROUND = RoundStatus(
 STATUS = Status(
     run="open", paused=False, uptime_s=60.0, now_s=50.0, published=3, trainer="attached", workers=(WORKER,),
     rounds=(ROUND,), queues={"samples_running": 2}, waits=(), ledger={}, refused={}, max_new_tokens=1000,
+)  # fmt: skip
+
+
+HOST = HostStatus(
+    name="h1", environment="calculator", connected=True, draining=False, playing=16, slots=16, price_usd_per_hour=0.1,
+    last_heard_s=0.1, usd=0.01,
 )  # fmt: skip
 
 
@@ -107,6 +113,36 @@ def test_a_worker_that_writes_is_not_spoken_of_and_the_longest_answer_is():
 )
 def test_what_all_of_it_waits_for(now: dict[str, Any], what: str):
     assert told(replace(STATUS, **now))[0][0] == what
+
+
+@pytest.mark.parametrize(
+    ("hosts", "there"),
+    [
+        ((), ""),
+        ((replace(HOST, connected=False), replace(HOST, name="h2", draining=True)), " (h1 is away, h2 is draining)"),
+    ],
+)
+def test_episodes_without_a_host_need_one(hosts: tuple[HostStatus, ...], there: str):
+    now = replace(STATUS, rounds=(replace(ROUND, episodes_unhosted=7),), hosts=hosts)
+    found = diagnose(now, now)
+    assert (
+        found.findings[0].what
+        == f"step 3 lacks 2 groups of 4: 7 episodes wait, and no host is there to play them{there}"
+    )
+    assert found.needs_help and found.findings[0].do.startswith("start a host: polyrl env NAME --join URL")
+
+
+def test_environments_that_have_the_move_are_told_with_their_limits():
+    waits = (wait("turn", "episode 1/0"), replace(wait("episode", "episode 1/0"), given_up_in_s=40.0))
+    now = replace(STATUS, rounds=(replace(ROUND, episodes_playing=5),), hosts=(HOST,), waits=waits)
+    what, then = told(now)[0]
+    assert what == "step 3 lacks 2 groups of 4: environments have the move in 5 episodes, workers in 2"
+    assert then == (
+        "each goes on with its environment's next call, or ends with a reward; the environment that is slowest to "
+        "answer is given up in 5.0 s at the latest; the oldest episode ends in 40.0 s at the latest"
+    )
+    more = diagnose(now, replace(now, rounds=(replace(now.rounds[0], episodes_unhosted=30),))).findings[0]
+    assert more.what.endswith("; 30 more wait for one of 16 places at hosts") and "environments.slots" in more.do
 
 
 def test_what_is_not_written_while_the_trainer_is_away_is_held_against_nobody():

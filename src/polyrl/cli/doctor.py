@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.run import diagnosis, workers
+    from polyrl.run import diagnosis, hosts, workers
     from polyrl.telemetry import last_steps
 
     if args.run_dir is None and args.manager is None:
@@ -52,12 +52,15 @@ def run(args: argparse.Namespace) -> int:
         runs, found = False, diagnosis.diagnose_remains(run_dir, steps)
     past = last_steps.tell(steps)
     join = workers.join_command_of(run_dir) if runs and run_dir is not None else ""
+    join_hosts = hosts.join_commands_of(run_dir) if runs and run_dir is not None else []
     if args.json:
         findings = [one._asdict() for one in found.findings]
         tree = {"running": runs, "moving": found.is_moving, "needs_help": found.needs_help, "findings": findings}
-        print(json.dumps({**tree, "last_steps": past, "join": join}, indent=2))
+        print(json.dumps({**tree, "last_steps": past, "join": join, "join_hosts": join_hosts}, indent=2))
     else:
-        _print(found, [*past, *([f"a worker joins with: {join}"] if join else [])], runs=runs)
+        joining = [f"a worker joins with: {join}"] if join else []
+        joining += [f"a host joins with: {one}" for one in join_hosts]
+        _print(found, [*past, *joining], runs=runs)
     return EXIT_NEEDS_HELP if found.needs_help else EXIT_OK
 
 

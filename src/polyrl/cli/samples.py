@@ -85,11 +85,14 @@ def _as_json(sample: "KeptSample", text_of: "Texts") -> dict[str, Any]:
         "answer": text_of(sample.answer),
         "reward": sample.reward,
         "parts": sample.parts,
-        "num_tokens": len(sample.answer),
+        "num_tokens": sample.num_drawn,
         "finish": sample.finish,
         "written_by": [
             {"version": one.version, "worker": one.worker, "engine": one.engine, "num_tokens": one.num_tokens}
             for one in sample.turns
+        ],
+        "sequences": [
+            [{"drawn": span.drawn, "text": text_of(span.tokens)} for span in sequence] for sequence in sample.sequences
         ],
     }
 
@@ -118,11 +121,31 @@ def _show_one(console: "Console", sample: "KeptSample", text_of: "Texts", *, ful
     state = ", not trained yet" if sample.state == "open" else state
     head = f"step {sample.step}  {sample.name}  {reward}{f' ({parts})' if parts else ''}{state}"
     console.print(Text(visible(head), style="bold"))
-    how = f"{len(sample.answer):,} tokens, {sample.finish}; {_writers(sample)}"
+    how = f"{sample.num_drawn:,} tokens, {sample.finish}; {_writers(sample)}"
     console.print(Text(visible(how), style="dim"))
+    if sample.sequences:
+        _show_episode(console, sample, text_of, full=full)
+        return
     for title, text in (("prompt", text_of(sample.prompt)), ("answer", text_of(sample.answer))):
         console.print(Text(title, style="cyan"))
         console.print(Padding(Text(_cut(visible(text), full=full)), (0, 0, 0, 2)))
+    console.print()
+
+
+def _show_episode(console: "Console", sample: "KeptSample", text_of: "Texts", *, full: bool) -> None:
+    """Show what was given and what the policy drew, a row each; of several training sequences, one after the other."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for number, spans in enumerate(sample.sequences):
+        if len(sample.sequences) > 1:
+            console.print(Text(f"training sequence {number + 1} of {len(sample.sequences)}", style="cyan"))
+        table = Table.grid(padding=(0, 2))
+        for span in spans:
+            style, title = ("bold green", "  drawn") if span.drawn else ("cyan", "  given")
+            text = _cut(visible(text_of(span.tokens)), full=full)
+            table.add_row(Text(title, style=style), Text(text, style="green" if span.drawn else ""))
+        console.print(table)
     console.print()
 
 

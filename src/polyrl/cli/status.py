@@ -1,14 +1,15 @@
 """`polyrl status`: the members of the fleet, their work, and what each waits for."""
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from polyrl.cli import dialing
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polyrl.wire.control import Status
+    from polyrl.wire.control import RoundStatus, Status
 
 EXAMPLE = """\
 example:
@@ -50,13 +51,17 @@ def _show(status: "Status") -> None:
     if status.caveat:
         console.print(status.caveat)
     console.print(_workers(status) if status.workers else "no workers")
+    if status.hosts:
+        console.print(_hosts(status))
     for one in status.rounds:
         closed = ", closed" if one.closed else ""
         console.print(
             f"round {one.step} ({one.kind}, {_span(one.age_s)}{closed}): {one.groups_delivered} of {one.groups} groups "
             f"delivered; samples: {one.samples_waiting} waiting, {one.samples_running} running, "
-            f"{one.samples_generated} generated"
+            f"{one.samples_generated} generated{_episodes_of(one)}"
         )
+    if status.ledger.get("episodes_begun"):
+        console.print(_episodes(status.ledger))
     queues = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in status.queues.items() if number)
     if queues:
         console.print(f"queues: {queues}")
@@ -87,6 +92,38 @@ def _workers(status: "Status") -> "Table":
             f"{one.last_heard_s:.1f} s",
         )  # fmt: skip
     return table
+
+
+def _hosts(status: "Status") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("host", "state", "environment"):
+        table.add_column(name)
+    for name in ("playing", "slots", "$/h", "$", "heard"):
+        table.add_column(name, justify="right")
+    for one in status.hosts:
+        state = "draining" if one.draining else "playing" if one.playing else "ready"
+        table.add_row(
+            one.name, state if one.connected else f"{state}, away", one.environment, str(one.playing), str(one.slots),
+            f"{one.price_usd_per_hour:.2f}", f"{one.usd:.4f}", f"{one.last_heard_s:.1f} s",
+        )  # fmt: skip
+    return table
+
+
+def _episodes_of(one: "RoundStatus") -> str:
+    if not one.episodes_unhosted and not one.episodes_playing:
+        return ""
+    return f"; episodes: {one.episodes_unhosted} without a host, {one.episodes_playing} with their environment"
+
+
+def _episodes(ledger: Mapping[str, Any]) -> str:
+    ended = ", ".join(f"{num} {outcome.replace('_', ' ')}" for outcome, num in ledger["episodes_ended"].items())
+    usd = f", ${ledger['host_usd']:.4f}" if ledger["host_usd"] else ""
+    return (
+        f"episodes: {ledger['episodes_begun']} begun, {ended or 'none ended'}; {ledger['calls']} calls; "
+        f"hosts: {_span(ledger['host_seconds'])}{usd}"
+    )
 
 
 def _span(seconds: float) -> str:

@@ -251,8 +251,11 @@ def _waits(run: Run, now: float) -> Iterator[WaitStatus]:
 
 def _age_s(run: Run, name: str, key: int, left_s: float) -> float | None:
     """Return how long a wait lasts already; None where its deadline is put off, and nobody knows when it began."""
-    rules = run.desk.config.fleet_rules
+    rules, environments = run.desk.config.fleet_rules, run.desk.config.environments
     allowed = {
+        "turn": environments.turn_timeout_s,
+        "episode": environments.episode_timeout_s,
+        "host_drain": environments.drain_timeout_s,
         "hand_over": rules.hand_over_timeout_s,
         "pull": rules.pull_timeout_s,
         "switch": rules.switch_timeout_s,

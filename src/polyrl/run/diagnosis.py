@@ -195,10 +195,14 @@ def _of_round(now: Status) -> Finding:
         number = now.queues["groups_without_prompt"]
         return Finding(f"{missing}: the trainer has not sent {_count(number, 'prompt')}", "it sends them by itself")
     writers = [one for one in now.workers if _may_write(one)]
+    if round_.episodes_unhosted and not any(one.connected and not one.draining for one in now.hosts):
+        return _nobody_plays(now, round_, missing)
     if round_.samples_waiting and not writers:
         return _nobody_writes(now, round_, missing)
     if round_.samples_waiting:
         return _too_few_places(now, round_, missing, writers)
+    if round_.episodes_unhosted or round_.episodes_playing:
+        return _environments(now, round_, missing)
     if round_.samples_running:
         return _last_samples(now, round_, missing)
     return _rewards(now, missing)
@@ -219,6 +223,43 @@ def _nobody_writes(now: Status, round_: RoundStatus, missing: str) -> Finding:
         "the first worker that can takes them; below is what each of them does" if comes_back else "they wait",
         "" if comes_back else "have a worker join",
         needs_help=not comes_back,
+    )
+
+
+def _nobody_plays(now: Status, round_: RoundStatus, missing: str) -> Finding:
+    """Return the finding for the wait `hosts`."""
+    there = ", ".join(f"{one.name} is {'draining' if one.connected else 'away'}" for one in now.hosts)
+    return Finding(
+        f"{missing}: {_count(round_.episodes_unhosted, 'episode')} wait, and no host is there to play them"
+        f"{f' ({there})' if there else ''}",
+        "they wait as long as it takes; hosts that the run started itself (environments.processes) are started again",
+        "start a host: polyrl env NAME --join URL --token-file host.token, with the run's environment as NAME",
+        needs_help=True,
+    )
+
+
+def _environments(now: Status, round_: RoundStatus, missing: str) -> Finding:
+    """Return the finding for episodes whose environments have the move, or that wait for a place at a host."""
+    places = sum(one.slots for one in now.hosts if one.connected)
+    what = (
+        f"{missing}: environments have the move in {_count(round_.episodes_playing, 'episode')}, workers in "
+        f"{round_.samples_running:,}"
+    )
+    limits = [
+        f"{words} in {_left(wait)} at the latest"
+        for name, words in (
+            ("turn", "the environment that is slowest to answer is given up"),
+            ("episode", "the oldest episode ends"),
+        )
+        if (wait := _wait(now, name)) is not None
+    ]
+    then = "; ".join(["each goes on with its environment's next call, or ends with a reward", *limits])
+    if not round_.episodes_unhosted:
+        return Finding(what, then)
+    return Finding(
+        f"{what}; {round_.episodes_unhosted:,} more wait for one of {places:,} places at hosts",
+        then,
+        "another host, or a larger environments.slots, plays more at once",
     )
 
 

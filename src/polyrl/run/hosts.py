@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -22,10 +23,12 @@ from rich.text import Text
 
 from polyrl.client import Fleet
 from polyrl.config.dump import inline
+from polyrl.config.places import shown_model
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.errors import EXIT_BAD_INPUT, UserError
 from polyrl.run import processes
 from polyrl.run.processes import ManagerAddress
+from polyrl.run.workers import from_elsewhere, recipe_and_url
 
 log = logging.getLogger("polyrl.train")
 
@@ -94,15 +97,32 @@ def _environment(recipe: Recipe, domain: DomainSection, verb: str) -> list[str]:
 
 
 def arguments(recipe: Recipe, domain: DomainSection, run_dir: Path, url: str, name: str) -> list[str]:
-    """Return the arguments of `polyrl` for a host of this run."""
+    """Return the arguments of `polyrl` for a host of this run. Without a name it chooses its own."""
     wanted = recipe.environments
     trust = ["--ca", recipe.manager.ca] if recipe.manager.ca else []
     price = ["--price", f"{wanted.price_usd_per_hour:g}"] if wanted.price_usd_per_hour else []
     return [
         *_environment(recipe, domain, "play"),
         *("--join", url, "--token-file", str(run_dir / "host.token"), *trust),
-        *("--name", name, "--as", recipe.environment_of(domain), "--slots", str(wanted.slots), *price),
+        *(("--name", name) if name else ()),
+        *("--as", recipe.environment_of(domain), "--slots", str(wanted.slots), *price),
     ]
+
+
+def join_commands(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
+    """Return the commands that start another host of this run, one for each domain with an environment."""
+    shown = structs.replace(recipe, model=structs.replace(recipe.model, path=shown_model(recipe.model.path)))
+    return [
+        shlex.join(["polyrl", *arguments(shown, domain, run_dir, from_elsewhere(url), "")])
+        for domain in recipe.data.all_domains
+        if domain.environment
+    ]
+
+
+def join_commands_of(run_dir: Path) -> list[str]:
+    """Return the commands that start another host of a run; none if it is not known here, or has no environment."""
+    found = recipe_and_url(run_dir)
+    return [] if found is None else join_commands(found[0], run_dir, found[1])
 
 
 class HostProcess:

@@ -8,28 +8,40 @@ written. A group in a step's file is not read from the journal as well. No proce
 be read in the same way.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from polyrl.client import EpisodeCall
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import GroupId, SampleId, group_of, show_sample
 from polyrl.journal.files import find_begun, open_journal
 from polyrl.journal.framing import CutShort
 from polyrl.journal.records import resume_scheduler
+from polyrl.manager.calls import OPEN, prompt_of
 from polyrl.manager.journal import read_payload
-from polyrl.manager.notes import RewardKept
-from polyrl.manager.payload import Payload
+from polyrl.manager.notes import EpisodeKept, RewardKept
+from polyrl.manager.payload import Payload, SampleTokens
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.scheduling.core import commands as c
 from polyrl.trainer.batch import TrainGroup, TrainSample, TrainSegment, number_episodes
+from polyrl.trainer.sequences import make_sequences
 from polyrl.trainer.state import entries
 from polyrl.wire import columns
 
 KeptState = Literal["trained", "rejected", "open"]
 Texts = Callable[[Sequence[int]], str]
 """From tokens to text."""
+
+
+class KeptSpan(NamedTuple):
+    """Consecutive tokens of an episode that the policy drew, or that it was given."""
+
+    drawn: bool
+    tokens: Sequence[int]
 
 
 class KeptSample(NamedTuple):
@@ -47,6 +59,15 @@ class KeptSample(NamedTuple):
     parts: dict[str, float]
     finish: str
     turns: tuple[TrainSegment, ...]
+    num_drawn: int
+    sequences: tuple[tuple[KeptSpan, ...], ...] = ()
+    """The training sequences of an episode; empty: `answer` was drawn in one piece. `prompt` and `answer` are the first
+    sequence's."""
+
+    @property
+    def texts(self) -> list[Sequence[int]]:
+        """All that can be looked through."""
+        return [self.prompt, self.answer, *(span.tokens for one in self.sequences[1:] for span in one)]
 
 
 class NoLongerKept(UserError):
@@ -82,9 +103,9 @@ class Kept:
         entry = self._read(step)
         num_trained = sum(len(entries.decode_groups(batch)) for batch in entry.batches)
         return [
-            _of_entry(step, sample, index, "trained" if place < num_trained else "rejected")
+            _of_entry(step, episode, index, "trained" if place < num_trained else "rejected")
             for place, group in enumerate(entry.groups())
-            for index, sample in zip(_indices(group), group, strict=True)
+            for index, episode in enumerate(_episodes(group))
         ]
 
     def choose(
@@ -103,7 +124,7 @@ class Kept:
                     raise
                 continue
             if grep is not None:
-                samples = [kept for kept in samples if grep in text_of(kept.prompt) or grep in text_of(kept.answer)]
+                samples = [kept for kept in samples if any(grep in text_of(one) for one in kept.texts)]
             if order is not None:
                 scored = [kept for kept in samples if kept.reward is not None]
                 samples = sorted(scored, key=lambda kept: kept.reward or 0.0, reverse=order == "best")
@@ -123,20 +144,38 @@ class Kept:
         raise NoLongerKept(f"--step: {step} is no longer kept: the run has just removed it")
 
 
-def _indices(group: TrainGroup) -> Iterator[str]:
-    """Yield the index of each sequence's sample, and the sequence's own behind it where it is not the first."""
-    (numbers,) = number_episodes([group])
-    seen: Counter[int] = Counter()
-    for number in numbers:
-        yield f"{number}.{seen[number]}" if seen[number] else str(number)
-        seen[number] += 1
+def _episodes(group: TrainGroup) -> list[list[TrainSample]]:
+    """Return the sequences of a group by episode."""
+    found: dict[int, list[TrainSample]] = {}
+    for one, number in zip(group, number_episodes([group])[0], strict=True):
+        found.setdefault(number, []).append(one)
+    return list(found.values())
 
 
-def _of_entry(step: int, sample: TrainSample, index: str, state: KeptState) -> KeptSample:
+def _of_entry(step: int, episode: list[TrainSample], index: int, state: KeptState) -> KeptSample:
+    sample = episode[0]
+    is_one_answer = len(episode) == 1 and sample.drawn is None
+    writers = dict.fromkeys(segment for one in episode for segment in one.written_by)
     return KeptSample(
         step, f"{sample.group}/{index}", state, sample.prompt.tolist(), sample.answer.tolist(), sample.reward,
-        dict(sample.parts), sample.finish, sample.written_by,
+        dict(sample.parts), sample.finish, tuple(writers), sum(one.num_drawn for one in episode),
+        () if is_one_answer else tuple(map(_spans_of_entry, episode)),
     )  # fmt: skip
+
+
+def _spans_of_entry(sample: TrainSample) -> tuple[KeptSpan, ...]:
+    num_prompt = len(sample.prompt)
+    positions = range(len(sample.answer)) if sample.drawn is None else sample.drawn.tolist()
+    drawn = [num_prompt + one for one in positions]
+    return _spans([*sample.prompt.tolist(), *sample.answer.tolist()], drawn)
+
+
+def _spans(tokens: Sequence[int], drawn: Sequence[int]) -> tuple[KeptSpan, ...]:
+    """Return the tokens in pieces, given and drawn ones in turn. `drawn`: the positions of the drawn ones."""
+    is_drawn = np.zeros(len(tokens), bool)
+    is_drawn[list(drawn)] = True
+    starts = [0, *(np.flatnonzero(np.diff(is_drawn)) + 1).tolist(), len(tokens)]
+    return tuple(KeptSpan(bool(is_drawn[one]), tokens[one:end]) for one, end in pairwise(starts))
 
 
 def _open_samples(run_dir: Path) -> dict[int, list[KeptSample]]:
@@ -151,13 +190,14 @@ def _open_samples(run_dir: Path) -> dict[int, list[KeptSample]]:
             reader.tokens(item)
         else:
             reader.note(item)
-        if isinstance(item, RewardKept):
+        if isinstance(item, RewardKept | EpisodeKept):
             scored.add(item.sample)
     payload = reader.finish(None)
     found: dict[int, list[KeptSample]] = {}
     for sample in sorted(payload.tokens):
         step = step_of[group_of(sample)]
-        if payload.tokens[sample].finish:
+        text = payload.tokens[sample]
+        if text.finish and (not text.calls or sample in scored):  # calls before an episode's last have ended too
             found.setdefault(step, []).append(_of_journal(step, sample, payload, is_scored=sample in scored))
     return found
 
@@ -170,11 +210,26 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
         TrainSegment(one.version, end - one.from_token, one.engine, one.worker)
         for one, end in zip(text.segments, ends, strict=True)
     )
+    tokens, reward = columns.view_cells(text.cells)["token"], text.reward if is_scored else None
+    sequences = make_sequences(_calls(text), tokens.astype(np.int32))
+    spans = tuple(_spans(one.tokens.tolist(), one.trained.tolist()) for one in sequences)
+    if spans:
+        given = spans[0][0].tokens
+        answer = [token for span in spans[0][1:] for token in span.tokens]
+    else:
+        given, answer = () if prompt is None else columns.unpack_tokens(prompt.tokens), tokens.tolist()
     return KeptSample(
-        step, show_sample(sample), "open", () if prompt is None else columns.unpack_tokens(prompt.tokens),
-        columns.view_cells(text.cells)["token"].tolist(), text.reward if is_scored else None, text.parts, text.finish,
-        turns,
-    )  # fmt: skip
+        step, show_sample(sample), "open", given, answer, reward, text.parts, text.finish, turns, len(tokens), spans
+    )
+
+
+def _calls(text: SampleTokens) -> list[EpisodeCall]:
+    prompts = [prompt_of(text.calls, text.cells, number) for number in range(len(text.calls))]
+    return [
+        EpisodeCall(np.frombuffer(prompt, columns.TOKEN_IDS), call.start, call.end, call.finish)
+        for prompt, call in zip(prompts, text.calls, strict=True)
+        if call.end != OPEN
+    ]
 
 
 def _steps_of_groups(run_dir: Path) -> dict[GroupId, int]:

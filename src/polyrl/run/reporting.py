@@ -92,6 +92,8 @@ class Reporter:
         say(f"metrics: {self._trackers.where}")
         command = workers.join_command(self._recipe, self._run_dir, url)
         say(Text.assemble("a worker joins with:  ", (command, "bold green")))
+        for host_command in hosts.join_commands(self._recipe, self._run_dir, url):
+            say(Text.assemble("a host joins with:  ", (host_command, "bold green")))
         if self._watch is not None:
             self._watch.begun(url, command, self._version)
         if self._address.tls is None and not is_loopback(url):

@@ -51,6 +51,8 @@ class LiveRun(NamedTuple):
     address: ManagerAddress
     workers: dict[str, Process]
     """The workers of `[fleet]`, by name."""
+    hosts: dict[str, hosts.HostProcess]
+    """The hosts of `[environments]`, by name."""
     fleet: Fleet
     say: Callable[[str | Text], None]
 
@@ -155,7 +157,7 @@ class Training:
             if self._point is not None:  # the next --resume begins with what fits now
                 checkpoints.write_recipe(run_dir, recipe)
             if self._companion is not None:
-                live = LiveRun(recipe, run_dir, address, started, fleet, reporter.display.say)
+                live = LiveRun(recipe, run_dir, address, started, playing, fleet, reporter.display.say)
                 await stack.enter_async_context(meanwhile(self._companion(live)))
             failing = [one for one in (manager, self._other_ranks, saver, self._tasks) if one is not None]
             news = reporter.news(fleet, started, playing, self._tasks)

@@ -49,20 +49,25 @@ def check_settings(recipe: Recipe) -> None:
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """Return the command that joins this run from another machine."""
-    joining = _joining(recipe, run_dir, _from_elsewhere(url), "builtin", shown_model(recipe.model.path))
+    joining = _joining(recipe, run_dir, from_elsewhere(url), "builtin", shown_model(recipe.model.path))
     return shlex.join(["polyrl", *joining, f"dtype={recipe.model.dtype}"])
 
 
 def join_command_of(run_dir: Path) -> str:
     """Return the command that joins a run of `polyrl train`; empty if it is not known here."""
+    found = recipe_and_url(run_dir)
+    return "" if found is None else join_command(found[0], run_dir, found[1])
+
+
+def recipe_and_url(run_dir: Path) -> tuple[Recipe, str] | None:
+    """Return the recipe of a run and the address of its manager; None if they are not known here."""
     try:
         recipe = build(load_toml(run_dir / "recipe.toml"), Recipe)
         url = json.loads((run_dir / "manager.json").read_text())["url"]
         tls = encryption(recipe.manager)
-        url = url if tls is None else tls.url(int(url.rpartition(":")[2]))
+        return recipe, url if tls is None else tls.url(int(url.rpartition(":")[2]))
     except (UserError, OSError, ValueError, KeyError):
-        return ""
-    return join_command(recipe, run_dir, url)
+        return None
 
 
 def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list[str]:
@@ -109,7 +114,7 @@ def _trust(recipe: Recipe) -> list[str]:
     return ["--ca", recipe.manager.ca] if recipe.manager.ca else []
 
 
-def _from_elsewhere(url: str) -> str:
+def from_elsewhere(url: str) -> str:
     """A manager that listens on all addresses is dialled at one of them."""
     parts = urlsplit(url)
     try:

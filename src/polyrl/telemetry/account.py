@@ -10,14 +10,14 @@ compared with the journal's all along: where this version decides otherwise, the
 Left out: rewards and texts, which no journal holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
 from polyrl.errors import LawViolation, UserError
-from polyrl.ids import Seconds, WorkerName
+from polyrl.ids import HostName, Seconds, WorkerName
 from polyrl.journal.files import find_begun, open_journal
 from polyrl.journal.framing import CutShort
 from polyrl.journal.records import CAVEAT, JournalHeader, Record, digest_commands, resume_scheduler
@@ -37,11 +37,13 @@ from polyrl.scheduling.core.events import (
     WorkerReported,
 )
 from polyrl.scheduling.core.fleet import Worker, settle
+from polyrl.scheduling.core.hosts import Host, settle_host
 from polyrl.scheduling.core.ledger import Ledger, StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.timeline import Span, Timeline
 
+_HOUR_S = 3600.0
 _SAMPLES_A_CHECK = 4
 """Events between two checks of the laws, one for so many open samples: a check looks at each of them."""
 _QUIET = (TokensArrived, WorkerReported, FleetReported, RewardFinished)
@@ -95,6 +97,8 @@ class Account(Struct):
     open: OpenAmounts
     paid_before: dict[WorkerName, tuple[float, float]]
     """Seconds and dollars by worker in the state that the first journal starts from; empty for a whole run."""
+    hosts: dict[HostName, tuple[float, float]]
+    """Seconds and dollars by host: its time from when it was seen to join to when it was seen to go, and its price."""
     is_whole: bool
     """It starts where the run does."""
     cut_short: str = ""
@@ -150,12 +154,14 @@ class _Teller:
         self._num_records = 0
         self._unchecked = 0
         self._num_checks = 0
+        self._host_watcher = _HostWatcher()
         self._away: list[tuple[Seconds, Seconds]] = []
         ledger = self._scheduler.ledger
         self._paid_before = {name: (line.paid_s, line.usd) for name, line in ledger.workers.items()}
         self._trainer_gone, self._trainer_left_at = [(0.0, ledger.trainer_gone_s)], ledger.trainer_left_at
         self._watcher = _Watcher()
         self._watcher.take_over(self._scheduler.desk.seats.values(), ledger)
+        self._host_watcher.take_over(self._scheduler.desk.hosts.seats, ledger)
 
     def go_on(self, header: JournalHeader) -> None:
         """Go on with the next journal of the run."""
@@ -172,6 +178,7 @@ class _Teller:
             return False
         if commands or self._watcher.misses or not isinstance(record.event, _QUIET):
             self._watcher.look(self._scheduler.desk.seats, record.event, commands, record.now, self._scheduler.ledger)
+        self._host_watcher.look(self._scheduler.desk.hosts.seats, self._scheduler.ledger, record.now)
         if isinstance(record.event, DriverResumed) and record.event.away_s > 0:
             self._away.append((record.now - record.event.away_s, record.now))
         self._watch_trainer(record.event, record.now, self._scheduler.ledger.started_at or 0.0)
@@ -213,6 +220,8 @@ class _Teller:
             self._check_now("at the end", now)
         for worker in scheduler.desk.seats.values():
             settle(worker, ledger, now)
+        for host in scheduler.desk.hosts.seats.values():
+            settle_host(host, ledger, now)
         self._watcher.end(now)
         if self._trainer_left_at is not None:
             self._trainer_gone.append((self._trainer_left_at, now))
@@ -230,6 +239,7 @@ class _Teller:
             trainer_gone_s=sum(until - since for since, until in self._trainer_gone),
             open=_still_open(scheduler),
             paid_before=self._paid_before,
+            hosts=self._host_watcher.paid(now),
             is_whole=not header.saved,
             cut_short=self.cut_short,
             difference=self._difference,
@@ -313,6 +323,42 @@ class _Watcher:
         for seat, (since, _) in self.misses.items():
             self._by_seat[seat].missed_since = since
         self.timeline.end(now)
+
+
+class _HostWatcher:
+    """Watches hosts: which are there, and since when."""
+
+    def __init__(self) -> None:
+        self._there: dict[int, tuple[HostName, float, Seconds]] = {}
+        """By seat: name, price, and since when it is there."""
+        self._paid: dict[HostName, tuple[float, float]] = {}
+
+    def take_over(self, seats: Mapping[int, Host], ledger: Ledger) -> None:
+        self._paid = {name: (line.seconds, line.usd) for name, line in ledger.hosts.items()}
+        self._there = {
+            seat: (one.name, ledger.hosts[one.name].price_usd_per_hour, one.since) for seat, one in seats.items()
+        }
+
+    def look(self, seats: Mapping[int, Host], ledger: Ledger, now: Seconds) -> None:
+        if self._there.keys() == seats.keys():
+            return
+        for seat in [seat for seat in self._there if seat not in seats]:
+            self._paid = self._with(self._there.pop(seat), now)
+        for seat, host in seats.items():
+            if seat not in self._there:
+                self._there[seat] = host.name, ledger.hosts[host.name].price_usd_per_hour, now
+
+    def _with(self, one: tuple[HostName, float, Seconds], now: Seconds) -> dict[HostName, tuple[float, float]]:
+        name, price, since = one
+        seconds, usd = self._paid.get(name, (0.0, 0.0))
+        return {**self._paid, name: (seconds + now - since, usd + (now - since) * price / _HOUR_S)}
+
+    def paid(self, now: Seconds) -> dict[HostName, tuple[float, float]]:
+        """Return seconds and dollars of all hosts up to `now`, which is the last time that it looks."""
+        for one in self._there.values():
+            self._paid = self._with(one, now)
+        self._there = {}
+        return self._paid
 
 
 def _why_gone(life: Life, event: Event, commands: Sequence[Command]) -> str:

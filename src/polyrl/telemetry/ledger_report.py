@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from msgspec import structs
+
 from polyrl.telemetry.account import Account
-from polyrl.telemetry.looks import CAUSES, MOVES, show_seconds
+from polyrl.telemetry.looks import CAUSES, MOVES, OUTCOMES, show_seconds
 
 ACTIVITIES = ("starting", "pulling", "generating", "idle", "draining", "training", "validating")
 _MAX_ROWS = 40
@@ -19,7 +21,7 @@ TableRow = tuple[str, ...]
 def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, Any]:
     """Everything that the table shows, and every step. `broken_laws` is null when nobody looked for them."""
     ledger = account.ledger
-    trainer_usd, workers_usd = _dollars(account)
+    trainer_usd, workers_usd, hosts_usd = _dollars(account)
     by_step = _by_step(account)
     return {
         "run": name,
@@ -44,10 +46,12 @@ def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, 
             }
             for name, line in ledger.workers.items()
         ],
+        "hosts": [{"host": name, **structs.asdict(line)} for name, line in ledger.hosts.items()],
         "usd": {
             "trainer": trainer_usd,
             "workers": workers_usd,
-            "total": trainer_usd + workers_usd,
+            "hosts": hosts_usd,
+            "total": trainer_usd + workers_usd + hosts_usd,
             "per_step": fmean(usd for _, usd in by_step) if by_step else None,
             "per_mtok": _per_mtok(account),
             "by_step": [{"step": step, "usd": usd} for step, usd in by_step],
@@ -84,11 +88,19 @@ def _became(account: Account) -> dict[str, dict[str, Any]]:
             "open": still.tokens,
             "reprefilled": ledger.tokens_reprefilled,
         },
+        "episodes": {
+            "begun": ledger.episodes_begun,
+            "ended": dict(ledger.episodes_ended),
+            "calls": ledger.num_calls,
+        },
     }
 
 
-def _dollars(account: Account) -> tuple[float, float]:
-    return account.ledger.trainer_usd(account.now), sum(line.usd for line in account.ledger.workers.values())
+def _dollars(account: Account) -> tuple[float, float, float]:
+    """Return those of the trainer, of workers and of hosts."""
+    ledger = account.ledger
+    workers_usd, hosts_usd = (sum(line.usd for line in lines.values()) for lines in (ledger.workers, ledger.hosts))
+    return ledger.trainer_usd(account.now), workers_usd, hosts_usd
 
 
 def _by_step(account: Account) -> list[tuple[int, float]]:
@@ -117,6 +129,10 @@ def as_text(account: Account, name: str, *, verified: bool) -> str:
         parts.append(_columns([*_seconds(account)], "<" + ">" * 20))
         if (hidden := len(account.ledger.workers) - _MAX_ROWS) > 0:
             parts.append(f"... and {hidden} more workers; --json has all of them")
+    if account.ledger.hosts:
+        parts.append(_columns([*_host_seconds(account)], "<" + ">" * 20))
+        if (hidden := len(account.ledger.hosts) - _MAX_ROWS) > 0:
+            parts.append(f"... and {hidden} more hosts; --json has all of them")
     parts += _dollar_lines(account)
     if verified:
         parts.append(
@@ -149,6 +165,7 @@ def _counts(account: Account) -> Iterator[TableRow]:
     yield from _causes({"answered": ledger.samples_answered}, "", {"answered": asked})
     yield from _causes(ledger.samples_discarded, "", CAUSES)
     yield "  open", f"{still.samples:,}", ""
+    yield from _episodes(account)
     moves = ", ".join(f"{MOVES.get(cause, cause)} {num:,}" for cause, num in ledger.moves.items() if num)
     yield "samples moved", f"{sum(ledger.moves.values()):,}", moves
     yield "tokens arrived", f"{ledger.tokens_arrived:,}", ""
@@ -157,6 +174,16 @@ def _counts(account: Account) -> Iterator[TableRow]:
     yield from _causes(ledger.tokens_discarded, "", CAUSES)
     yield "  open", f"{still.tokens:,}", "of samples that are not decided"
     yield "prefilled again", f"{ledger.tokens_reprefilled:,}", "tokens, because a sample moved; not part of the sum"
+
+
+def _episodes(account: Account) -> Iterator[TableRow]:
+    ledger = account.ledger
+    if not ledger.episodes_begun:
+        return
+    again = "also those that began again, because their host was lost or they failed"
+    yield "episodes begun", f"{ledger.episodes_begun:,}", again
+    yield from _causes(ledger.episodes_ended, "", OUTCOMES)
+    yield "calls of episodes", f"{ledger.num_calls:,}", ""
 
 
 def _causes(counts: Mapping[str, int], before: str, words: Mapping[str, str]) -> Iterator[TableRow]:
@@ -183,15 +210,26 @@ def _seconds(account: Account) -> Iterator[TableRow]:
         yield row("all", sums, "", sum(line.usd for line in lines.values()), joins, losses)
 
 
+def _host_seconds(account: Account) -> Iterator[TableRow]:
+    lines = account.ledger.hosts
+    num_digits = 1 if account.now - account.started_at < _LONG_RUN_S else 0
+    yield "seconds of", "in all", "x episodes", "$/h", "$", "joined", "lost"
+    for name, line in [*lines.items()][:_MAX_ROWS]:
+        seconds = (f"{one:,.{num_digits}f}" for one in (line.seconds, line.episode_seconds))
+        price = f"{line.price_usd_per_hour:,.2f}"
+        yield name, *seconds, price, _usd(line.usd), str(line.num_joins), str(line.num_losses)
+
+
 def _dollar_lines(account: Account) -> Iterator[str]:
-    trainer_usd, workers_usd = _dollars(account)
-    if trainer_usd + workers_usd == 0.0:
+    trainer_usd, workers_usd, hosts_usd = _dollars(account)
+    total_usd = trainer_usd + workers_usd + hosts_usd
+    if total_usd == 0.0:
         yield "dollars: none; all prices are 0"
         return
     price = account.config.trainer_usd_per_hour
     yield (
-        f"dollars: ${_usd(trainer_usd + workers_usd)} = trainer ${_usd(trainer_usd)} (at ${price:,.2f} an hour) "
-        f"+ workers ${_usd(workers_usd)}"
+        f"dollars: ${_usd(total_usd)} = trainer ${_usd(trainer_usd)} (at ${price:,.2f} an hour) "
+        f"+ workers ${_usd(workers_usd)}{f' + hosts ${_usd(hosts_usd)}' if account.ledger.hosts else ''}"
     )
     steps = [usd for _, usd in _by_step(account)]
     per_mtok = _per_mtok(account)

@@ -1,0 +1,106 @@
+"""A run on an environment of several turns, whose processes are killed: the rewards and weights of one that was not.
+
+Real processes: `polyrl train treasure` with its manager, a worker with the builtin engine and a host. Each of them is
+killed by its pid between turns or within one, and so is the trainer, which goes on with `--resume`.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.chaos.training_runs import children, end_of, polyrl, rewards, wait_for
+
+from polyrl.starters import agents
+from polyrl.telemetry.metrics import read_metrics
+from polyrl.trainer.state import checkpoint
+
+NUM_STEPS = 24
+PROMPTS, SAMPLES = 4, 4
+SETTINGS = (
+    "manager.port=0", f"data.prompts_per_step={PROMPTS}", f"rounds.samples_per_prompt={SAMPLES}",
+    f"train.steps={NUM_STEPS}", "train.mode=synchronous", "train.min_micro_batch_samples=8",
+    "checkpoint.every_steps=3", "fleet.workers=1", "fleet.wait=true", "fleet.settings={ slots = 8, kv_tokens = 4096 }",
+)  # fmt: skip
+COMMANDS = {"manager": "manager", "worker": "worker", "host": "env"}
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "treasure"
+    agents.make_model("treasure", folder, seed=0, num_steps=120)
+    return folder
+
+
+def train(model: Path, run_dir: Path) -> subprocess.Popen[bytes]:
+    return polyrl("train", "treasure", f"model.path={model}", *SETTINGS, "--run-dir", str(run_dir))
+
+
+def num_trained(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return len(read_metrics(file)) if file.exists() else 0
+
+
+def until_next_step(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Wait until one more step is trained: then everybody works."""
+    wait_for(lambda: bool(checkpoint.found(run_dir)), process)
+    before = num_trained(run_dir)
+    wait_for(lambda: num_trained(run_dir) > before, process)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    process = train(model, run_dir)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output.decode()[-2000:]
+    assert len(rewards(run_dir)) == NUM_STEPS
+    return run_dir
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_host_worker_manager_and_trainer_are_killed_and_rewards_and_weights_are_those_of_an_undisturbed_run(
+    model: Path, whole: Path, tmp_path: Path, seed: int
+):
+    run_dir, draw = tmp_path / "killed", random.Random(seed)
+    victims = ["host", "worker", "manager", "trainer", "host"]
+    draw.shuffle(victims)
+    process = train(model, run_dir)
+    killed: list[str] = []
+    for victim in victims:
+        until_next_step(process, run_dir)
+        time.sleep(draw.uniform(0.0, 0.3))
+        if victim == "trainer":
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process = polyrl("train", "--resume", str(run_dir))
+        else:
+            pids = children(process.pid, COMMANDS[victim])
+            assert pids, f"there is no {victim} to kill"
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        killed.append(victim)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output.decode()[-2000:]
+    assert sorted(killed) == sorted(victims)
+    assert rewards(run_dir) == rewards(whole)
+    expected, found = end_of(whole, NUM_STEPS), end_of(run_dir, NUM_STEPS)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+    check_ledger(run_dir)
+
+
+def check_ledger(run_dir: Path) -> None:
+    ledger = polyrl("ledger", str(run_dir), "--verify")
+    said, _ = ledger.communicate(timeout=120)
+    words = " ".join(said.decode().split())
+    assert ledger.returncode == 0, said.decode()
+    assert f"samples started {PROMPTS * SAMPLES * NUM_STEPS} trained {PROMPTS * SAMPLES * NUM_STEPS}" in words, words
+    begun = int(words.partition("episodes begun ")[2].split()[0].replace(",", ""))
+    assert begun >= PROMPTS * SAMPLES * NUM_STEPS, words
