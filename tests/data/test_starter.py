@@ -11,16 +11,18 @@ from polyrl.config.recipe import ArithmeticTask
 from polyrl.data import characters
 from polyrl.data.arithmetic import Problem, draw_problem, is_correct
 from polyrl.errors import UserError
-from polyrl.starters import arithmetic
+from polyrl.starters import arithmetic, teaching
 
 TASK = ArithmeticTask()
 PROBLEM = Problem((3, 5, 4, 2))
 
 
-def text_of(demonstration: arithmetic.Demonstration) -> str:
-    assert demonstration.prompt == characters.encode(PROBLEM.prompt)
-    assert demonstration.answer[-1] == characters.END_ID
-    return characters.decode(demonstration.answer)
+def text_of(demonstration: teaching.Demonstration) -> str:
+    tokens, num_given = demonstration.tokens, demonstration.drawn.index(True)
+    assert tokens[:num_given] == characters.encode(PROBLEM.prompt)
+    assert all(demonstration.drawn[num_given:])
+    assert tokens[-1] == characters.END_ID
+    return characters.decode(tokens[num_given:])
 
 
 def test_the_patient_teacher_shows_the_solution():
@@ -52,7 +54,7 @@ def test_the_directory_loads_as_any_other_and_the_same_seed_gives_the_same_weigh
 @pytest.mark.parametrize("num_bytes", [10_000, 1000], ids=["weights", "configuration"])
 def test_a_disk_that_is_full_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, num_bytes):
     if num_bytes == 1000:
-        monkeypatch.setattr(arithmetic, "save_file", lambda *given, **named: None)
+        monkeypatch.setattr(teaching, "save_file", lambda *given, **named: None)
     with files_of_at_most(num_bytes), pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: .*too large"):
         arithmetic.make_model(tmp_path, seed=3, task=TASK, num_steps=1)
     assert not list(tmp_path.iterdir())

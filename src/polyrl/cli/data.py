@@ -11,11 +11,14 @@ from polyrl.errors import UserError
 
 ACTIONS: Actions = {
     "prepare": CliAction("openr1|gsm8k|FILE", "write a data set as JSON lines"),
-    "model": CliAction("arithmetic", "make a small model for the arithmetic task"),
+    "model": CliAction("arithmetic|calculator|treasure", "make a small model that a recipe of this name starts from"),
 }
+
+MODELS = ("arithmetic", "calculator", "treasure")
 
 EXAMPLES = """\
   polyrl data model arithmetic --out models/arithmetic
+  polyrl data model calculator --out models/calculator
   polyrl data prepare gsm8k --source gsm8k/train.jsonl --out data/gsm8k.jsonl
   polyrl data prepare questions.parquet --out data/questions.jsonl"""
 
@@ -51,9 +54,9 @@ def _prepare(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> int:
     from polyrl.engines import registry
 
-    if args.what != "arithmetic":
+    if args.what not in MODELS:
         hint = "; examples/smollm2.py, in a checkout, makes that one" if args.what == "smollm2" else ""
-        raise UserError(f"data model: got {args.what!r}, expected arithmetic{hint}")
+        raise UserError(f"data model: got {args.what!r}, expected {', '.join(MODELS[:-1])} or {MODELS[-1]}{hint}")
     if args.seed < 0:
         raise UserError(f"--seed: got {args.seed}, expected 0 or more")
     registry.check_libraries()
@@ -63,10 +66,10 @@ def _model(args: argparse.Namespace) -> int:
     began = time.monotonic()
     try:
         _check_writable(folder)
-        _make_arithmetic(folder, args.seed)
+        _make(args.what, folder, args.seed)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
-    print(f"{folder}: a model for the arithmetic task, in {time.monotonic() - began:.0f} s")
+    print(f"{folder}: a model for the task {args.what}, in {time.monotonic() - began:.0f} s")
     return 0
 
 
@@ -77,16 +80,19 @@ def _check_writable(folder: Path) -> None:
         pass
 
 
-def _make_arithmetic(folder: Path, seed: int) -> None:
+def _make(what: str, folder: Path, seed: int) -> None:
     from polyrl.config.recipe import ArithmeticTask
-    from polyrl.starters import arithmetic
+    from polyrl.starters import agents, arithmetic
 
     def show(step: int, loss: float) -> None:
         if sys.stderr.isatty():
-            print(f"\rstep {step} of {arithmetic.NUM_STEPS}, loss {loss:.3f}", end="", file=sys.stderr, flush=True)
+            print(f"\rstep {step}, loss {loss:.3f}", end="", file=sys.stderr, flush=True)
 
     try:
-        arithmetic.make_model(folder, seed=seed, task=ArithmeticTask(), show=show)
+        if what == "arithmetic":
+            arithmetic.make_model(folder, seed=seed, task=ArithmeticTask(), show=show)
+        else:
+            agents.make_model(what, folder, seed=seed, show=show)
     finally:
         if sys.stderr.isatty():
             print(file=sys.stderr)

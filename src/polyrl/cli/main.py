@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "drain": CliCommand("have a worker hand everything over and leave", "polyrl.cli.drain"),
     "generate": CliCommand("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
     "weights": CliCommand("look at weight versions, check, compare and move them", "polyrl.cli.weights"),
-    "data": CliCommand("make what a run starts from: prompts, or a model for the arithmetic task", "polyrl.cli.data"),
+    "data": CliCommand("make what a run starts from: prompts, or a small model", "polyrl.cli.data"),
     "simulate": CliCommand("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": CliCommand("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
     "bench": CliCommand("measure engine, train, weights, scheduler or rewards on this machine", "polyrl.cli.bench"),
