@@ -119,7 +119,7 @@ def teach(
 
 
 def _batches(demonstrate: Demonstrate, seed: int, num_steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As many batches as there are steps: tokens, and those that are taught as targets."""
+    """Yield a batch for each step: tokens, and targets that are the taught tokens only."""
     draws = random.Random(seed)
     num_done = num_drawn = 0
     while True:
