@@ -46,8 +46,6 @@ CAUSES = {
     "environment_lost": "calls of episodes that took another way when begun again",
     "abandoned": "calls that their environment no longer waited for",
     "withdrawn": "asked for beside the trainer, and no longer wanted",
-    "environment_lost": "episodes that took another way when they began again",
-    "abandoned": "calls that were not wanted to their end",
 }
 OUTCOMES = {
     "scored": "their environments gave a reward",
