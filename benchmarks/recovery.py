@@ -26,7 +26,7 @@ from polyrl.bench.machine import commit, cpu
 from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, segments
 from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
-from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.link import AnyFrame, Link
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
@@ -128,9 +128,9 @@ class _Line(Link):
 
     def __init__(self) -> None:
         self.seen_at = "127.0.0.1"
-        self.sent: list[frames.ToWorker | frames.ToTrainer] = []
+        self.sent: list[AnyFrame] = []
 
-    def send(self, frame: frames.ToWorker | frames.ToTrainer) -> None:
+    def send(self, frame: AnyFrame) -> None:
         self.sent.append(frame)
 
     def close(self, reason: str, code: int = 1001) -> None:

@@ -15,7 +15,8 @@ TURNS = 4
 class SlowEcho:
     """Asks four times; each prompt is all that was said, and a mark. A tool takes its time between two calls."""
 
-    name, num_tasks = "echo", None
+    name: str = "echo"
+    num_tasks: int | None = None
 
     def __init__(self, pause_s: float) -> None:
         self._pause_s = pause_s

@@ -67,7 +67,8 @@ async def play(folder: Path, seed: int | None) -> tuple[Told, dict[str, object]]
     folder.mkdir()
     groups: list[Group] = []
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(HostedFleet(folder))
+        fleet = HostedFleet(folder)
+        await stack.enter_async_context(fleet)
         for name in ("h0", "h1"):
             await fleet.start_host(name)
         url = f"http://127.0.0.1:{fleet.port}"

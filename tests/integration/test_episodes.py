@@ -39,7 +39,8 @@ def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
 class EchoEnvironment:
     """Asks three times; each prompt is all that was said, and a mark. Deterministic."""
 
-    name, num_tasks = "echo", None
+    name: str = "echo"
+    num_tasks: int | None = None
 
     def __init__(self, after_call: Callable[[Episode, int], object] | None = None) -> None:
         self.after_call = after_call

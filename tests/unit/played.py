@@ -10,7 +10,7 @@ from pathlib import Path
 from polyrl.ids import WorkerName, group_of
 from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
-from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.link import AnyFrame, Link
 from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
@@ -55,7 +55,7 @@ class Line(Link):
         self.seen_at = "127.0.0.1"
         self.sent: list[bytes] = []
 
-    def send(self, frame: frames.ToWorker | frames.ToTrainer) -> None:
+    def send(self, frame: AnyFrame) -> None:
         self.sent.append(frames.encode(frame))
 
     def close(self, reason: str, code: int = 1001) -> None:

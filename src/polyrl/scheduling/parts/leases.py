@@ -129,6 +129,7 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     round_.num_leased += 1
     desk.router.update(worker)
     why = "with its siblings" if group.prefix_worker == seat else "least loaded"
+    why = "it answered the last call" if had_it else why
     group.prefix_worker = seat
     if not worker.local and state.clock.first_remote_at is None and round_ is not desk.asked:
         state.clock.first_remote_at = now
