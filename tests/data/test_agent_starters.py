@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyrl.data import characters
-from polyrl.starters import agents
+from polyrl.starters import agents, frozenlake
 from polyrl.starters.environments import Calculator, Treasure
 from polyrl.starters.teaching import Demonstration
 
@@ -26,8 +26,8 @@ def spans(one: Demonstration) -> list[tuple[bool, str]]:
 
 
 def played(name: str, num: int) -> list[list[tuple[bool, str]]]:
-    starter, draws = agents.STARTERS[name], random.Random(0)
-    return [spans(agents.play(starter.make(), starter.teacher, index, draws)) for index in range(num)]
+    draws = random.Random(0)
+    return [spans(agents.play(agents.STARTERS[name], index, draws)) for index in range(num)]
 
 
 def test_the_teacher_of_the_calculator_calls_it_now_and_then_and_is_mostly_wrong():
@@ -51,7 +51,7 @@ def test_the_teacher_of_the_treasure_rarely_listens():
     assert 0.55 < moves[False, "c"] / (moves[True, "c"] + moves[False, "c"]) < 0.75
 
 
-@pytest.mark.parametrize("name", sorted(agents.STARTERS))
+@pytest.mark.parametrize("name", ["calculator", "treasure"])
 def test_the_same_seed_gives_the_same_weights(tmp_path, name):
     for folder in ("one", "two"):
         agents.make_model(name, tmp_path / folder, seed=3, num_steps=5)
@@ -64,3 +64,27 @@ def test_the_same_seed_gives_the_same_weights(tmp_path, name):
 
 def test_an_episode_of_the_treasure_ends_with_its_reward():
     assert len(played("treasure", 1)[0]) <= 2 * Treasure().max_turns
+
+
+def test_the_lake_is_read_alike_by_the_lessons_and_by_the_tokenizer_that_is_saved(tmp_path):
+    frozenlake.save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    board = "+-----+-----+\n|  P  |     |\n+-----+-----+\n|  H  |  G  |\n+-----+-----+"
+    for text in (f"Welcome!\nCurrent Board:\n\n{board}\n\nAvailable", board, "down"):
+        assert tokenizer(text)["input_ids"] == frozenlake.encode(text)
+    assert [frozenlake.VOCABULARY[one] for one in frozenlake.encode(board)][1:3] == ["|  P  ", "|     "]
+    assert tokenizer.decode(frozenlake.encode("down")) == "down"
+
+
+def test_the_teacher_of_the_lake_looks_for_holes_now_and_then():
+    board = "|  P  |     |\n|  H  |  G  |\n"
+    draws = random.Random(0)
+    moves = Counter(frozenlake.teach([board], draws) for _ in range(1000))
+    assert 400 < moves["right"] < 560 and 100 < moves["down"] < 250
+
+
+def test_a_lesson_on_the_lake_is_an_episode_of_the_game():
+    pytest.importorskip("textarena")
+    one = agents.play(agents.STARTERS["frozenlake"], 0, random.Random(0))
+    assert one.drawn.index(True) == 16 + 5, "a board of 16 cells, and what is before, between and after its rows"
+    assert one.tokens[-1] == characters.END_ID and one.drawn[-2:] == [True, True]

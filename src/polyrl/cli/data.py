@@ -11,10 +11,12 @@ from polyrl.errors import UserError
 
 ACTIONS: Actions = {
     "prepare": CliAction("openr1|gsm8k|FILE", "write a data set as JSON lines"),
-    "model": CliAction("arithmetic|calculator|treasure", "make a small model that a recipe of this name starts from"),
+    "model": CliAction(
+        "arithmetic|calculator|treasure|frozenlake", "make a small model that a recipe of this name starts from"
+    ),
 }
 
-MODELS = ("arithmetic", "calculator", "treasure")
+MODELS = ("arithmetic", "calculator", "treasure", "frozenlake")
 
 EXAMPLES = """\
   polyrl data model arithmetic --out models/arithmetic

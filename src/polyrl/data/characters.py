@@ -6,6 +6,7 @@ Left out: all other tokenizers, which transformers reads (data/tokens.py).
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,24 @@ def decode(tokens: list[int]) -> str:
 
 def save_tokenizer(folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json. transformers' AutoTokenizer reads them."""
-    _write(folder / "tokenizer.json", _tokenizer())
+    save_words(folder, VOCABULARY, {"String": ""})
+
+
+def save_words(folder: Path, vocabulary: Sequence[str], between: dict[str, str]) -> None:
+    """Write a tokenizer of whole words. It begins with the marks above; `between` is the pattern that parts a text, as
+    {"String": ...} or {"Regex": ...}, and what it finds is a word too."""
+    _write(folder / "tokenizer.json", _tokenizer(vocabulary, between))
     special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
     _write(folder / "tokenizer_config.json", settings)
 
 
-def _tokenizer() -> dict[str, Any]:
-    """Return the tokenizer in the tokenizers library's format: split into characters, look each one up, join."""
+def _tokenizer(vocabulary: Sequence[str], between: dict[str, str]) -> dict[str, Any]:
+    """Return the tokenizer in the tokenizers library's format: split into words, look each one up, join."""
+    id_of = {token: index for index, token in enumerate(vocabulary)}
     marks = [
         {
-            "id": _ID_OF[mark],
+            "id": id_of[mark],
             "content": mark,
             "single_word": False,
             "lstrip": False,
@@ -54,10 +62,10 @@ def _tokenizer() -> dict[str, Any]:
         "padding": None,
         "added_tokens": marks,
         "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+        "pre_tokenizer": {"type": "Split", "pattern": between, "behavior": "Isolated", "invert": False},
         "post_processor": None,
         "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": _ID_OF, "unk_token": UNKNOWN},
+        "model": {"type": "WordLevel", "vocab": id_of, "unk_token": UNKNOWN},
     }
 
 

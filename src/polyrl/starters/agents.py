@@ -1,4 +1,4 @@
-"""Small models for environments of characters, to start reinforcement learning from. About a minute on one core each.
+"""Small models for environments, to start reinforcement learning from. About a minute on one core each.
 
 A model learns how an episode looks from somebody who knows the rules and plays badly: calls the calculator now and
 then, mistypes, guesses; walks left and right without listening. It answers in the environment's format, and most of
@@ -9,13 +9,13 @@ Left out: reinforcement learning, and lessons as such (teaching.py).
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from polyrl.data import characters
 from polyrl.hosts.own import Turn
-from polyrl.starters import teaching
+from polyrl.starters import frozenlake, teaching
 from polyrl.starters.environments import Calculator, Treasure
 from polyrl.starters.teaching import Demonstration, Show
 
@@ -31,7 +31,7 @@ _LESSON_SEED = 1_000_003
 
 
 class TaughtEnvironment(Protocol):
-    def begin(self, task: dict[str, int], seed: int) -> str: ...
+    def begin(self, task: dict[str, Any], seed: int) -> str | list[dict[str, str]]: ...
     def step(self, text: str) -> Turn: ...
 
 
@@ -39,21 +39,35 @@ Teacher = Callable[[list[str], random.Random], str]
 """(what was said so far, given and drawn in turn; draws) -> the next answer."""
 
 
-def play(environment: TaughtEnvironment, teacher: Teacher, index: int, draws: random.Random) -> Demonstration:
-    """Return an episode that the teacher played, in characters."""
-    said = [environment.begin({"index": index}, _LESSON_SEED)]
-    tokens = characters.encode(said[0])
-    drawn = [False] * len(tokens)
+class AgentStarter(NamedTuple):
+    make: Callable[[], TaughtEnvironment]
+    teacher: Teacher
+    num_steps: int
+    vocabulary: Sequence[str] = characters.VOCABULARY
+    encode: Callable[[str], list[int]] = characters.encode
+    save_tokenizer: Callable[[Path], None] = characters.save_tokenizer
+
+
+def play(starter: AgentStarter, index: int, draws: random.Random) -> Demonstration:
+    """Return an episode that the teacher played."""
+    environment = starter.make()
+    tokens: list[int] = []
+    drawn: list[bool] = []
+    said = [_text(environment.begin({"index": index}, _LESSON_SEED))]
     while True:
-        said.append(teacher(said, draws))
-        answer = [*characters.encode(said[-1]), characters.END_ID]
-        tokens, drawn = [*tokens, *answer], [*drawn, *[True] * len(answer)]
+        given = starter.encode(said[-1])
+        said.append(starter.teacher(said, draws))
+        answer = [*starter.encode(said[-1]), characters.END_ID]
+        tokens += [*given, *answer]
+        drawn += [False] * len(given) + [True] * len(answer)
         turn = environment.step(said[-1])
         if turn.done:
             return Demonstration(tokens, drawn)
-        said.append(str(turn.messages))
-        given = characters.encode(said[-1])
-        tokens, drawn = [*tokens, *given], [*drawn, *[False] * len(given)]
+        said.append(_text(turn.messages))
+
+
+def _text(said: str | Sequence[dict[str, Any]]) -> str:
+    return said if isinstance(said, str) else "".join(one["content"] for one in said)
 
 
 def teach_calculator(said: list[str], draws: random.Random) -> str:
@@ -80,15 +94,12 @@ def teach_treasure(said: list[str], draws: random.Random) -> str:
     return before if heard == "w" else "lr".replace(before, "")
 
 
-class AgentStarter(NamedTuple):
-    make: Callable[[], TaughtEnvironment]
-    teacher: Teacher
-    num_steps: int
-
-
 STARTERS: Mapping[str, AgentStarter] = {
     "calculator": AgentStarter(lambda: Calculator(style="letters"), teach_calculator, 1700),
     "treasure": AgentStarter(lambda: Treasure(style="letters"), teach_treasure, 400),
+    "frozenlake": AgentStarter(
+        frozenlake.make, frozenlake.teach, 1200, frozenlake.VOCABULARY, frozenlake.encode, frozenlake.save_tokenizer
+    ),
 }
 
 
@@ -97,7 +108,14 @@ def make_model(name: str, folder: Path, *, seed: int, num_steps: int | None = No
     starter = STARTERS[name]
 
     def demonstrate(number: int, _: float, draws: random.Random) -> Demonstration:
-        return play(starter.make(), starter.teacher, number, draws)
+        return play(starter, number, draws)
 
-    steps = starter.num_steps if num_steps is None else num_steps
-    teaching.make_model(folder, demonstrate, seed=seed, num_steps=steps, show=show)
+    teaching.make_model(
+        folder,
+        demonstrate,
+        seed=seed,
+        num_steps=starter.num_steps if num_steps is None else num_steps,
+        show=show,
+        save_tokenizer=starter.save_tokenizer,
+        num_words=len(starter.vocabulary),
+    )
