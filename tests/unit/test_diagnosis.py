@@ -129,7 +129,7 @@ def test_episodes_without_a_host_need_one(hosts: tuple[HostStatus, ...], there: 
         found.findings[0].what
         == f"step 3 lacks 2 groups of 4: 7 episodes wait, and no host is there to play them{there}"
     )
-    assert found.needs_help and found.findings[0].do.startswith("start a host: polyrl env NAME --join URL")
+    assert found.needs_help and found.findings[0].do.startswith("start a host: polyrl env play NAME --join URL")
 
 
 def test_environments_that_have_the_move_are_told_with_their_limits():

@@ -262,3 +262,29 @@ def test_chunks_are_known_by_blake3_wherever_another_machines_worker_could_touch
 def test_a_fleet_that_would_be_refused_for_its_price_is_refused_with_the_recipe():
     with pytest.raises(ConfigError, match=r"fleet.price_usd_per_hour: 2000 is above manager.max_price_usd_per_hour"):
         build({**SMALLEST, "fleet": {"price_usd_per_hour": 2000.0}}, Recipe)
+
+
+def test_servers_that_keep_caches_over_installs_are_refused_for_episodes():
+    tree = {
+        "name": "agents",
+        "model": {"path": "model"},
+        "data": {"environment": "calculator"},
+        "fleet": {"engine": "vllm", "settings": {"after_install": "keep"}},
+    }
+    with pytest.raises(ConfigError, match='fleet.settings.after_install: expected "recompute"'):
+        build(tree, Recipe)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"environment": "calculator", "reward": "math"}, "data.reward: the environment gives the reward"),
+        ({"environment": "calculator", "validation": "more.jsonl"}, "data.validation: episodes of an environment"),
+        ({"environment": "calculator", "source": "arithmetic"}, 'data.source: "arithmetic" has prompts of its own'),
+        ({"source": "a.jsonl", "environment_args": {"size": 3}}, "data.environment_args: is for data.environment"),
+        ({}, "data.source: missing"),
+    ],
+)
+def test_a_domain_of_episodes_has_what_episodes_need_and_nothing_else(data, line):
+    with pytest.raises(ConfigError, match=line):
+        build({"name": "agents", "model": {"path": "model"}, "data": data}, Recipe)

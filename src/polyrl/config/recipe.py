@@ -685,6 +685,12 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f'lora.publish: expected "merged", since {self.fleet.engine} servers (fleet.engine) merge none'
             )
+        has_episodes = any(domain.environment for domain in self.data.all_domains)
+        if has_episodes and self.fleet.engine in SERVERS and self.fleet.settings.get("after_install") == "keep":
+            raise ValueError(
+                'fleet.settings.after_install: expected "recompute" with data.environment: with "keep" a server has no '
+                "prefix cache, and computes each turn's whole conversation anew"
+            )
 
     def _check_mooncake(self) -> None:
         if self.weights.mooncake and self.manager.tls_cert:
