@@ -52,6 +52,18 @@ def merging_model() -> ModelText:
     return ModelText(tokenizer, template=ChatTemplate(CHATML, {}), end_ids=frozenset({end}), max_context=4096)
 
 
+def marking_model() -> ModelText:
+    """Letters, as Llama's tokenizer has them: a mark is written before the first word of a text."""
+    letters = ["▁", "\n", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first")
+    tokenizer.decoder = decoders.Metaspace("▁", "first")
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert end is not None
+    return ModelText(tokenizer, template=ChatTemplate(CHATML, {}), end_ids=frozenset({end}), max_context=4096)
+
+
 def drawn(tokens: list[int], finish: Any = "stop") -> DrawnAnswer:
     return DrawnAnswer(tokens, [-0.5] * len(tokens), finish)
 
@@ -106,6 +118,18 @@ def test_verl6921_the_prompt_equals_the_full_rendering_whether_the_end_was_drawn
     assert second.tokens[:num_old] == [*first.tokens, *text.encode("hello"), *([] if is_cut_off else [IM_END])]
     if template != NO_THINKING:  # which leaves the empty thought out of earlier turns
         assert second.tokens == Chat(text).prompt([ASK, reply, NEXT], None, {}).tokens
+
+
+def test_no_mark_is_written_in_the_middle_by_a_tokenizer_that_marks_the_first_word_of_a_text():
+    text = marking_model()
+    assert text.encode("hello")[0] == text.encode("▁")[0]
+    chat = Chat(text)
+    first = chat.prompt([ASK], None, {})
+    hello = text.encode("<|im_end|>hello")[1:]
+    chat.record(first, drawn([*hello, *text.end_ids]), message_of(text.decode(hello), []))
+    second = chat.prompt([ASK, message_of(text.decode(hello), []), NEXT], None, {})
+    assert second.is_bridged
+    assert second.tokens == Chat(text).prompt([ASK, message_of("hello", []), NEXT], None, {}).tokens
 
 
 def test_three_turns_are_one_sequence_and_every_prompt_begins_with_all_that_came_before():

@@ -230,9 +230,20 @@ class Careless(Harness):
             return Turn(reward=0.0)
 
 
+class Idle(Harness):
+    """It never asks."""
+
+    async def play(self, base_url: str, task: dict[str, Any], seed: int) -> float:
+        return 1.0
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(Harness, "1.0"), (Careless, "its last request was not answered: n: not supported here; leave it out")],
+    [
+        (Harness, "1.0"),
+        (Careless, "its last request was not answered: n: not supported here; leave it out"),
+        (Idle, "the policy was never asked, or there was no room for the first prompt"),
+    ],
 )
 def test_a_harness_that_knows_only_a_base_url_is_played_and_a_refusal_of_ours_is_never_a_zero(make: Any, expected: str):
     async def run() -> str:

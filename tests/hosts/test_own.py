@@ -10,7 +10,7 @@ import pytest
 from tests.hosts.policies import IM_END, PlayedByHand, text_model
 
 from polyrl.errors import UserError
-from polyrl.hosts.episode import EpisodeEnd, EpisodeFailed
+from polyrl.hosts.episode import CallLimits, DrawnAnswer, EpisodeEnd, EpisodeFailed, NoRoom
 from polyrl.hosts.front import HostFront
 from polyrl.hosts.own import HostParts, OwnEnvironment, Turn
 from polyrl.hosts.texts import ModelText
@@ -258,3 +258,63 @@ def test_stop_strings_end_an_answer_and_are_not_shown_to_the_environment():
     end, episode = asyncio.run(played(Stopping, ["up\ndown…"]))
     assert end.why == "up"
     assert (episode.limits[0].stop, episode.limits[0].max_tokens) == (("\n",), 50)
+
+
+def test_an_episode_that_is_called_off_is_closed_and_one_that_is_stuck_is_left_behind():
+    closed: list[str] = []
+    stuck = threading.Event()
+
+    class Called(Counting):
+        def close(self) -> None:
+            closed.append(threading.current_thread().name)
+
+    class Stuck(Counting):
+        def step(self, text: str) -> Turn:
+            stuck.wait(60)
+            return Turn(done=True, reward=1.0)
+
+    async def call_off(make: Any, name: str, *, is_waiting: bool) -> float:
+        text = text_model()
+        environment = OwnEnvironment(make, HostParts(HostFront(max_context=4096), text))
+        episode = PlayedByHand(text, ["2", "3", "4"], name=name)
+        if is_waiting:
+            episode.gate.clear()
+        task = asyncio.create_task(environment.play(episode))
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return time.monotonic() - began
+
+    try:
+        assert asyncio.run(call_off(Called, "5/0", is_waiting=True)) < 5
+        assert asyncio.run(call_off(Stuck, "5/1", is_waiting=False)) < 5
+    finally:
+        stuck.set()
+    assert closed == ["5/0"]
+
+
+def test_calls_of_one_episode_are_drawn_one_after_the_other_and_within_the_context():
+    class Watched(PlayedByHand):
+        running = most = 0
+
+        async def draw(self, prompt: Any, limits: CallLimits) -> DrawnAnswer:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0.01)
+            self.running -= 1
+            return await super().draw(prompt, limits)
+
+    async def run() -> Watched:
+        episode = Watched(text_model(), ["x"] * 4, max_context=10)
+        await asyncio.gather(*(episode.call([1] * num, CallLimits(8)) for num in range(1, 5)))
+        with pytest.raises(NoRoom):
+            await episode.call([1] * 10, CallLimits())
+        with pytest.raises(EpisodeFailed):
+            await episode.call([], CallLimits())
+        return episode
+
+    episode = asyncio.run(run())
+    assert episode.most == 1
+    assert [one.max_tokens for one in episode.limits] == [8, 8, 7, 6]

@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guides" / "environments.md"
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
 def env_try(*args: str, typed: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -55,7 +57,7 @@ def test_an_input_that_ends_early_is_a_failure_without_a_reward():
         (["try", "calculator", "largest=0"], "environment calculator: ValueError: largest: 0; expected a number"),
         (["try", "nobody_here:Game"], "nobody_here cannot be imported"),
         (["try", "json:dumps"], "environment"),
-        (["try", "calculator", "--model", "nowhere"], "nowhere"),
+        pytest.param(["try", "calculator", "--model", "nowhere"], "nowhere", marks=NEEDS_TORCH),
         (["try", "calculator", "--turns", "0"], "--turns"),
     ],
 )
@@ -66,7 +68,7 @@ def test_a_mistake_is_one_line(args: list[str], line: str, tmp_path: Path):
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@NEEDS_TORCH
 def test_a_model_of_characters_plays_without_a_chat_template(tmp_path: Path):
     from polyrl.config.recipe import ArithmeticTask
     from polyrl.starters.arithmetic import make_model
@@ -76,3 +78,11 @@ def test_a_model_of_characters_plays_without_a_chat_template(tmp_path: Path):
     ended = env_try("try", "treasure", "style=letters", "--model", str(folder), "--tokens", "30", "--json")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["turns"] >= 1
+
+
+def test_the_recipe_of_the_guide_can_be_read():
+    from polyrl.config import build
+    from polyrl.config.recipe import Recipe
+
+    (recipe,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert build(tomllib.loads(recipe), Recipe).data.environment == "textarena"

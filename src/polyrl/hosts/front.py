@@ -77,6 +77,13 @@ class OpenEpisode:
         """Whether a call has no answer yet."""
         return any(not task.done() for task in self._calls.values())
 
+    def check(self) -> None:
+        """Raise EpisodeFailed if a reward means nothing: the policy was not asked, or its last request was refused."""
+        if self.trouble:
+            raise EpisodeFailed(f"its last request was not answered: {self.trouble}")
+        if not self.num_calls:
+            raise EpisodeFailed("the policy was never asked, or there was no room for the first prompt")
+
     def join(self, session: str) -> None:
         """Let requests with this session reach the episode. Raises SessionTaken."""
         self._front.join(session, self)

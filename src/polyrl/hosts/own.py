@@ -160,8 +160,7 @@ class OwnEnvironment:
     async def _play_harness(self, one: Any, episode: Episode, thread: EpisodeThread) -> EpisodeEnd:
         with self._parts.front.open(episode) as opened:
             said = await _run(one.play, thread, opened.base_url, _task_of(episode), episode.seed)
-            if opened.trouble:
-                raise EpisodeFailed(f"its last request was not answered: {opened.trouble}")
+            opened.check()
             turn = said if isinstance(said, Turn) else Turn(reward=finite(said, "the reward"))
             turn = _checked(turn._replace(done=True))
             return _end(turn, 0.0 if turn.reward is None else turn.reward, opened.num_calls)

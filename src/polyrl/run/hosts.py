@@ -113,11 +113,13 @@ class HostProcess:
         self._command, self._log_file = command, log_file
         self.process: Process | None = None
         self.is_given_up = False
+        self.has_joined = False
+        """Since its last start. Until then its environment may be getting ready, which takes as long as it takes."""
         self._started_at = 0.0
         self._num_quick = 0
 
     async def start(self) -> None:
-        self._started_at = time.monotonic()
+        self._started_at, self.has_joined = time.monotonic(), False
         with self._log_file.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
@@ -166,14 +168,21 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
 
 async def keep(recipe: Recipe, fleet: Fleet, hosts: dict[str, HostProcess], say: Callable[[str | Text], None]) -> None:
     """Keep the hosts alive, until cancelled: start those again that have ended, and kill those that hang."""
-    patience_s = _HUNG_FACTOR * recipe.environments.host_timeout_s
     while hosts:
         for host in hosts.values():
             await host.look(say)
         with suppress(UserError):
             there = {one.name for one in (await fleet.status()).hosts if one.connected}
             for host in hosts.values():
-                if host.name not in there and host.age_s > max(patience_s, _QUICK_S) and not host.is_given_up:
+                host.has_joined |= host.name in there
+                if host.name not in there and host.age_s > _patience_s(recipe, host) and not host.is_given_up:
                     log.warning("%s is not heard of; it is killed", host.name)
                     host.kill()
         await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _patience_s(recipe: Recipe, host: HostProcess) -> float:
+    """Return the age from which a host that is not there hangs."""
+    if not host.has_joined:
+        return _CHECK_TIMEOUT_S
+    return max(_HUNG_FACTOR * recipe.environments.host_timeout_s, _QUICK_S)

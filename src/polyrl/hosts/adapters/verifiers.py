@@ -66,10 +66,9 @@ class VerifiersEnvironment:
         with self._parts.front.open(episode) as opened:
             slot = self._env.slots(task)[0]
             played = await self._env.run_slot(slot, self._context, on_trace=lambda trace: opened.join(trace.id))
-            if opened.trouble:
-                raise EpisodeFailed(f"its last request was not answered: {opened.trouble}")
+            opened.check()
             is_over_time = played.is_timeout or any(trace.is_timeout for trace in played.traces)
-            if not played.ok and not (is_over_time and opened.num_calls and not opened.is_waiting):
+            if not played.ok and not (is_over_time and not opened.is_waiting):
                 raise EpisodeFailed(f"verifiers: {_why_failed(played)}")
             return _end_of(played)
 
