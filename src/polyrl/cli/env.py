@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     verb, name, *given = _words(args)
     look_in(args.modules)
+    _show_to_children(args.modules)
     settings = apply_overrides({}, given, example="game=FrozenLake-v0")
     wanted = WantedEnvironment(name, settings, args.model, args.turns)
     if verb == "try":
@@ -88,6 +89,13 @@ def run(args: argparse.Namespace) -> int:
     level = logging.WARNING if args.quiet or verb == "check" else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     return run_loop(_check(wanted) if verb == "check" else _play(args, own_name, wanted))
+
+
+def _show_to_children(folder: str) -> None:
+    """Have processes that an environment starts, as a server of its tools, find the modules that it was found in."""
+    if folder:
+        places = (os.environ.get("PYTHONPATH", ""), os.path.abspath(folder))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
 
 
 def _words(args: argparse.Namespace) -> list[str]:

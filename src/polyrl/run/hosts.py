@@ -13,8 +13,9 @@ import shlex
 import subprocess
 import sys
 import time
+import uuid
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from polyrl.config.dump import inline
 from polyrl.config.places import shown_model
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.errors import EXIT_BAD_INPUT, UserError
-from polyrl.run import processes
+from polyrl.run import left_behind, processes
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.workers import from_elsewhere, recipe_and_url
 
@@ -128,31 +129,50 @@ def join_commands_of(run_dir: Path) -> list[str]:
 class HostProcess:
     """One host, started again when it ends or hangs."""
 
-    def __init__(self, name: str, command: list[str], log_file: Path) -> None:
+    def __init__(
+        self, name: str, command: list[str], log_file: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name = name
-        self._command, self._log_file = command, log_file
+        self._command, self._log_file, self._clock = command, log_file, clock
+        self._mark = uuid.uuid4().hex
         self.process: Process | None = None
         self.is_given_up = False
-        self._started_at = 0.0
+        self.has_joined = False
+        """Since its last start. Until then its environment may be getting ready, which takes as long as it takes."""
+        self._started_at = self._heard_at = 0.0
         self._num_quick = 0
 
     async def start(self) -> None:
-        self._started_at = time.monotonic()
+        self._started_at = self._heard_at = self._clock()
+        self.has_joined = False
         with self._log_file.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**os.environ, left_behind.MARK: self._mark},
                 start_new_session=True, preexec_fn=processes.terminate_with_parent,
             )  # fmt: skip
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self._started_at
+        return self._clock() - self._started_at
+
+    @property
+    def silent_s(self) -> float:
+        return self._clock() - self._heard_at
+
+    def note(self, there: Container[str] | None) -> None:
+        """Take note of the hosts that are connected; None: the manager is away, which is no fault of a host."""
+        is_there = there is not None and self.name in there
+        self.has_joined |= is_there
+        if is_there or there is None:
+            self._heard_at = self._clock()
 
     async def look(self, say: Callable[[str | Text], None]) -> None:
         """Start it again if it has ended."""
         if self.process is None or self.process.returncode is None or self.is_given_up:
             return
         code, how = self.process.returncode, processes.show_end(self.process.returncode, self._log_file)
+        self.end_left_behind()
         self._num_quick = self._num_quick + 1 if self.age_s < _QUICK_S else 0
         self.is_given_up = code == EXIT_BAD_INPUT or self._num_quick >= _MAX_QUICK_ENDS
         what = "it is not started again" if self.is_given_up else "it is started again, and its episodes go on"
@@ -160,6 +180,10 @@ class HostProcess:
         if not self.is_given_up:
             await asyncio.sleep(min(5.0, 0.2 * 2**self._num_quick))
             await self.start()
+
+    def end_left_behind(self) -> None:
+        """End the processes that it had started, as servers of tools: a host that was killed leaves them behind."""
+        left_behind.end(self._mark)
 
     def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -182,18 +206,34 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
     finally:
         running = [one.process for one in hosts.values() if one.process is not None]
         await asyncio.gather(*(processes.stop(one, timeout_s=5.0) for one in running))
+        for host in hosts.values():
+            host.end_left_behind()
 
 
 async def keep(recipe: Recipe, fleet: Fleet, hosts: dict[str, HostProcess], say: Callable[[str | Text], None]) -> None:
     """Keep the hosts alive, until cancelled: start those again that have ended, and kill those that hang."""
-    patience_s = _HUNG_FACTOR * recipe.environments.host_timeout_s
     while hosts:
         for host in hosts.values():
             await host.look(say)
-        with suppress(UserError):
-            there = {one.name for one in (await fleet.status()).hosts if one.connected}
-            for host in hosts.values():
-                if host.name not in there and host.age_s > max(patience_s, _QUICK_S) and not host.is_given_up:
-                    log.warning("%s is not heard of; it is killed", host.name)
-                    host.kill()
+        there = await _connected(fleet)
+        for host in hosts.values():
+            host.note(there)
+            if host.silent_s > _patience_s(recipe, host) and not host.is_given_up:
+                log.warning("%s is not heard of; it is killed", host.name)
+                host.kill()
         await asyncio.sleep(_LOOK_EVERY_S)
+
+
+async def _connected(fleet: Fleet) -> set[str] | None:
+    """Return the hosts that are connected; None while the manager is away."""
+    try:
+        return {one.name for one in (await fleet.status()).hosts if one.connected}
+    except UserError:
+        return None
+
+
+def _patience_s(recipe: Recipe, host: HostProcess) -> float:
+    """Return the silence from which a host hangs."""
+    if not host.has_joined:
+        return _CHECK_TIMEOUT_S
+    return max(_HUNG_FACTOR * recipe.environments.host_timeout_s, _QUICK_S)

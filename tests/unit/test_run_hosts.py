@@ -1,0 +1,101 @@
+"""Hosts that a run keeps alive: which are killed, and what they leave behind."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from polyrl.client import Fleet
+from polyrl.config import build
+from polyrl.config.recipe import Recipe
+from polyrl.errors import UserError
+from polyrl.run import hosts, left_behind
+from polyrl.run.hosts import HostProcess
+
+RECIPE = build({"name": "r", "model": {"path": "m"}, "data": {"environment": "treasure"}}, Recipe)
+AWAY, GONE, THERE = "the manager is away", (), ("host-0",)
+
+
+class FleetByScript:
+    """Says one status after the other, and moves the clock on before each; then it says no more."""
+
+    def __init__(self, script: list[tuple[float, Any]]) -> None:
+        self.now = 0.0
+        self.said = asyncio.Event()
+        self._script = list(script)
+
+    async def status(self) -> Any:
+        if not self._script:
+            self.said.set()
+            await asyncio.Event().wait()
+        seconds, said = self._script.pop(0)
+        self.now += seconds
+        if said == AWAY:
+            raise UserError(AWAY)
+        return SimpleNamespace(hosts=[SimpleNamespace(name=name, connected=True) for name in said])
+
+
+async def is_killed(tmp_path: Path, script: list[tuple[float, Any]]) -> bool:
+    fleet = FleetByScript(script)
+    host = HostProcess("host-0", ["sleep", "60"], tmp_path / "log", lambda: fleet.now)
+    await host.start()
+    assert host.process is not None
+    first = host.process
+    keeping = asyncio.create_task(hosts.keep(RECIPE, cast("Fleet", fleet), {"host-0": host}, print))
+    try:
+        await fleet.said.wait()
+        return first.returncode is not None or host.process is not first
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        with suppress(ProcessLookupError):
+            host.process.kill()
+        await host.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ([(600.0, THERE), (1.0, GONE), (1.0, THERE)], False),
+        ([(1.0, THERE), (40.0, AWAY), (1.0, GONE), (1.0, THERE)], False),
+        ([(1.0, THERE), (31.0, GONE), (0.0, GONE), (0.0, GONE)], True),
+        ([(100.0, GONE), (100.0, GONE), (1.0, THERE)], False),
+        ([(301.0, GONE), (0.0, GONE), (0.0, GONE)], True),
+    ],
+    ids=[
+        "an old host breaks off for a second",
+        "the manager was away",
+        "it was not heard of for half a minute",
+        "its environment gets ready",
+        "it never joins",
+    ],
+)
+def test_a_host_is_killed_for_its_own_silence_only(tmp_path: Path, script: list[tuple[float, Any]], expected: bool):
+    assert asyncio.run(is_killed(tmp_path, script)) is expected
+
+
+def test_processes_that_a_killed_host_left_behind_in_sessions_of_their_own_are_ended():
+    server = "subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    program = f"import subprocess, time; {server}; print(flush=True); time.sleep(60)"
+    environ = {**os.environ, left_behind.MARK: "mine"}
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, left_behind.MARK: "mine too"})
+    host = subprocess.Popen([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE)
+    try:
+        assert host.stdout is not None and host.stdout.readline()
+        host.kill()
+        host.wait()
+        time.sleep(0.1)
+        assert left_behind.end("mine") == 1
+        time.sleep(0.1)
+        assert left_behind.end("mine") == 0
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
