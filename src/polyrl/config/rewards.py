@@ -22,7 +22,10 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight: float = 1.0
     """The factor of its score in the sum of all scores. 0: the score is reported, and does not count."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the function, after the answer."""
+    """Keyword arguments of the function, after the answer; of a class, when its object is made."""
+    timeout_score: float | None = None
+    """The score of an answer at which the function runs into its time limit. None: such an answer has no reward, unless
+    it used up the CPU time of `rewards.adaptive`, which is worth 0."""
 
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):

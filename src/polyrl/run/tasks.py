@@ -1,6 +1,7 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
 import asyncio
+import contextlib
 import logging
 import math
 from functools import lru_cache
@@ -17,8 +18,8 @@ from polyrl.rewards import weighing
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput
-from polyrl.run.settings import scheduler_config
+from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput, RewardUnavailable
+from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 
 log = logging.getLogger("polyrl.data")
 
@@ -94,8 +95,16 @@ class Domain(NamedTuple):
 class RecipeTasks:
     """Made by `load_tasks`."""
 
-    def __init__(self, domains: list[Domain], tokenizer: ModelTokenizer, pool: RewardPool, timeout_s: float) -> None:
-        self._domains, self._tokenizer, self._pool, self._timeout_s = domains, tokenizer, pool, timeout_s
+    def __init__(
+        self,
+        domains: list[Domain],
+        tokenizer: ModelTokenizer,
+        pool: RewardPool,
+        wanted: RewardsSection,
+        solved_above: float = 0.5,
+    ) -> None:
+        self._domains, self._tokenizer, self._pool, self._wanted = domains, tokenizer, pool, wanted
+        self._solved_above = solved_above
         self._last_failure = ""
         self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
         """Read once for all samples of a prompt: a chat template is a program."""
@@ -135,15 +144,18 @@ class RecipeTasks:
         return [source.tokens(prompt) for prompt in range(source.num_prompts)]
 
     async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
-        """Raises RewardFailed."""
+        """Raises RewardFailed and RewardUnavailable."""
         domain = self._domain_of(name)
+        for _ in range(MAX_ATTEMPTS - 1):
+            with contextlib.suppress(RewardUnavailable):
+                return (await self._score(domain, name, prompt, answer, finish)).score
         return (await self._score(domain, name, prompt, answer, finish)).score
 
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
 
     async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
-        """Raises RewardFailed."""
+        """Raises RewardFailed and RewardUnavailable."""
         return await self._score(domain, None, prompt, answer, finish)
 
     async def _score(self, domain: int, validation: str | None, prompt: int, answer: list[int], finish: str) -> Reward:
@@ -151,8 +163,8 @@ class RecipeTasks:
         text = self._tokenizer.text(answer)
         given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
         try:
-            reward = await weighing.score(self._pool, self._domains[domain].rewards, given)
-        except RewardFailed as error:
+            reward = await weighing.score(self._pool, self._domains[domain].rewards, given, self._solved_above)
+        except (RewardFailed, RewardUnavailable) as error:
             self._count_failure(domain, str(error))
             raise
         self._is_proven[domain] = True
@@ -174,7 +186,7 @@ class RecipeTasks:
         if not state.running and not num_failed:
             return None
         failed = (num_failed, self._last_failure)
-        return UnderWay(state.running, self._timeout_s, (state.longest_s, state.longest), failed)
+        return UnderWay(state.running, self._wanted.timeout_s, (state.longest_s, state.longest), failed)
 
     def why_none_scored(self) -> str:
         unproven = [domain for domain in self._failures if not self._is_proven[domain]]
@@ -202,7 +214,9 @@ def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
     `reward_log` is the file for the output of reward functions.
     """
     tokenizer, domains = _open_all(recipe)
-    tasks = RecipeTasks(domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards.timeout_s)
+    tasks = RecipeTasks(
+        domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards, recipe.validation.solved_above
+    )
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
