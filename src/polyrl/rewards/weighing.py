@@ -9,26 +9,33 @@ right, are those of the function that took longest: time limits are learned from
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
-from polyrl.rewards.pool import RewardPool
+from polyrl.rewards.once import ScoredOnce
+from polyrl.rewards.pool import QUICK, RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut, RewardUnavailable, ScoreOutcome
 
 _WORST_LAST: tuple[ScoreOutcome, ...] = ("scored", "crashed", "timed_out", "infrastructure_failed")
 
 
 async def score(
-    pool: RewardPool, functions: Sequence[WeightedReward], given: RewardInput, solved_above: float = 0.5
+    pool: RewardPool,
+    functions: Sequence[WeightedReward],
+    given: RewardInput,
+    solved_above: float = 0.5,
+    once: ScoredOnce | None = None,
 ) -> Reward:
     """Call all functions on one answer, and combine their scores. Raises RewardFailed and RewardUnavailable.
 
-    An answer is right with a score above `solved_above`, unless its function says otherwise.
+    An answer is right with a score above `solved_above`, unless its function says otherwise. `once` knows answers that
+    were scored before.
     """
     if len(functions) == 1:
-        found = [await _score_one(pool, functions[0], given)]
+        found = [await _score_one(pool, functions[0], given, once)]
     else:
-        found = await asyncio.gather(*(_score_one(pool, one, given) for one in functions))
+        found = await asyncio.gather(*(_score_one(pool, one, given, once) for one in functions))
     return weigh(functions, found, solved_above)
 
 
@@ -48,9 +55,12 @@ def weigh(functions: Sequence[WeightedReward], found: Sequence[Reward], solved_a
     return Reward(total, parts, outcome, longest.cpu_s, correct)
 
 
-async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput) -> Reward:
+async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput, once: ScoredOnce | None) -> Reward:
     try:
-        return await pool.score(one.function, given, one.args)
+        if once is None or not one.cache or one.function in QUICK:
+            return await pool.score(one.function, given, one.args)
+        make = partial(pool.score, one.function, given, one.args)
+        return await once.score(one.function, one.args, given, make)
     except RewardTimedOut as error:
         is_wrong = bool(error.cpu_s) or one.timeout_score is not None
         if is_wrong:  # the answer's doing, as far as anybody can tell

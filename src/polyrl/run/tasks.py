@@ -17,8 +17,10 @@ from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
+from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput, RewardUnavailable
+from polyrl.rewards.watching import RewardWatch
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 
 log = logging.getLogger("polyrl.data")
@@ -71,6 +73,10 @@ class Tasks(Protocol):
         """Return the present state of the reward functions; None if there is nothing to report."""
         ...
 
+    def reward_metrics(self) -> dict[str, float]:
+        """Return the metrics of the reward functions since the last call."""
+        ...
+
     def why_none_scored(self) -> str:
         """Return why a reward has failed for all answers so far; empty if none has."""
         ...
@@ -105,6 +111,7 @@ class RecipeTasks:
     ) -> None:
         self._domains, self._tokenizer, self._pool, self._wanted = domains, tokenizer, pool, wanted
         self._solved_above = solved_above
+        self._once, self._watch = ScoredOnce(), RewardWatch(wanted.row_failures)
         self._last_failure = ""
         self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
         """Read once for all samples of a prompt: a chat template is a program."""
@@ -162,12 +169,17 @@ class RecipeTasks:
         task, written = self._asked(domain, validation, prompt)
         text = self._tokenizer.text(answer)
         given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
+        of, row = self._domains[domain], (domain, validation, prompt)
+        if row in self._watch.quarantined:
+            raise RewardFailed(f"{_row_name(of, validation, prompt)} is quarantined: {self._watch.quarantined[row]}")
         try:
-            reward = await weighing.score(self._pool, self._domains[domain].rewards, given, self._solved_above)
+            reward = await weighing.score(self._pool, of.rewards, given, self._solved_above, self._once)
         except (RewardFailed, RewardUnavailable) as error:
             self._count_failure(domain, str(error))
+            self._watch.failed(domain, row, _row_name(of, validation, prompt), str(error))
             raise
         self._is_proven[domain] = True
+        self._watch.scored(domain, row, given, reward)
         return reward
 
     def _read(self, domain: int, validation: str | None, prompt: int) -> tuple[Task, str]:
@@ -188,6 +200,9 @@ class RecipeTasks:
         failed = (num_failed, self._last_failure)
         return UnderWay(state.running, self._wanted.timeout_s, (state.longest_s, state.longest), failed)
 
+    def reward_metrics(self) -> dict[str, float]:
+        return {**self._watch.take_metrics(), "reward/scored_before": self._once.num_saved}
+
     def why_none_scored(self) -> str:
         unproven = [domain for domain in self._failures if not self._is_proven[domain]]
         return self._why(max(unproven, key=self._num_failures.__getitem__)) if unproven else ""
@@ -206,6 +221,10 @@ class RecipeTasks:
     async def close(self) -> None:
         """End all reward processes."""
         await self._pool.close()
+
+
+def _row_name(domain: Domain, validation: str | None, prompt: int) -> str:
+    return f"prompt {prompt} of {f'the validation set {validation}' if validation else domain.name}"
 
 
 def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
