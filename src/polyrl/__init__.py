@@ -4,6 +4,7 @@
     polyrl.start     a run of it, in a process of its own: watch it by `for step in run.steps()`
     polyrl.resume    a run that was stopped or killed
     polyrl.export    a run's weights as a Hugging Face directory
+    polyrl.Reward    what a reward function may return, and polyrl.RewardInput what it is called with
 
 docs/guides/python.md shows them. `import polyrl` imports nothing else; the rest comes when it is first used.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polyrl.config.recipe import Recipe
     from polyrl.errors import ConfigError, PolyrlError, RunFailed, UserError
+    from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable
     from polyrl.run.api import Exported, TrainedStep, TrainingRun, export, load, resume, start
 
 __version__ = "0.1.0"
@@ -22,6 +24,10 @@ __all__ = [
     "Exported",
     "PolyrlError",
     "Recipe",
+    "Reward",
+    "RewardFailed",
+    "RewardInput",
+    "RewardUnavailable",
     "RunFailed",
     "TrainedStep",
     "TrainingRun",
@@ -35,6 +41,7 @@ __all__ = [
 _PLACES = {
     "polyrl.config.recipe": ("Recipe",),
     "polyrl.errors": ("ConfigError", "PolyrlError", "RunFailed", "UserError"),
+    "polyrl.rewards.reward": ("Reward", "RewardFailed", "RewardInput", "RewardUnavailable"),
     "polyrl.run.api": ("Exported", "TrainingRun", "TrainedStep", "export", "load", "resume", "start"),
 }
 

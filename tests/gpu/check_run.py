@@ -120,6 +120,9 @@ class Tasks:
     async def failed(self):
         await asyncio.Event().wait()
 
+    def reward_metrics(self):
+        return {}
+
     def why_none_scored(self):
         return ""
 

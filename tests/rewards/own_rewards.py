@@ -10,7 +10,7 @@ import threading
 import time
 
 from polyrl.rewards.messages import RewardScored, encode
-from polyrl.rewards.reward import Reward, RewardInput
+from polyrl.rewards.reward import Reward, RewardInput, RewardUnavailable
 
 
 def length(given: RewardInput) -> float:
@@ -251,3 +251,84 @@ def closes_everything(given: RewardInput) -> float:
 
 
 some_value = 3
+
+
+class Counted:
+    """A class whose object counts its answers, and leaves notes of its life in a file."""
+
+    def __init__(self, notes: str, bonus: float = 0.0) -> None:
+        self.notes, self.bonus, self.num = notes, bonus, 0
+        self._note("made")
+
+    def _note(self, word: str) -> None:
+        with open(self.notes, "a") as file:
+            file.write(f"{word}\n")
+
+    def start(self) -> None:
+        self._note("started")
+
+    def __call__(self, given: RewardInput) -> float:
+        self.num += 1
+        return self.num + self.bonus
+
+    def close(self) -> None:
+        self._note("closed")
+
+
+class CountedAsync(Counted):
+    async def start(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(0.05)
+        self._note("started")
+
+    async def __call__(self, given: RewardInput) -> float:  # type: ignore[override]
+        await asyncio.sleep(0.05)
+        self.num += 1
+        return self.num + self.bonus
+
+    async def close(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(0.05)
+        self._note("closed")
+
+
+class WithoutStart:
+    """Neither start nor close."""
+
+    def __call__(self, given: RewardInput) -> Reward:
+        return Reward(0.5, {"style": 1.0}, "crashed", 2.5, False)
+
+
+class CannotStart:
+    def start(self) -> None:
+        raise OSError("no such service")
+
+    def __call__(self, given: RewardInput) -> float:
+        return 1.0
+
+
+class NotCallable:
+    pass
+
+
+def infrastructure(given: RewardInput) -> Reward:
+    return Reward(outcome="infrastructure_failed")
+
+
+async def unavailable(given: RewardInput) -> float:
+    raise RewardUnavailable("the judge said 503")
+
+
+def odd_outcome(given: RewardInput) -> Reward:
+    return Reward(1.0, outcome="maybe")  # type: ignore[arg-type]
+
+
+def loops(given: RewardInput) -> float:
+    while given.answer == "loop":
+        pass
+    return 1.0
+
+
+def burns(given: RewardInput) -> float:
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    return 1.0

@@ -318,12 +318,12 @@ def test_the_log_does_not_grow_without_end(tmp_path: Path):
     ],
 )
 def test_a_function_may_return_named_parts(name: str, reward: Reward):
-    assert with_pool(lambda pool: pool.score(f"own_rewards:{name}", given())) == reward
+    assert with_pool(lambda pool: pool.score(f"own_rewards:{name}", given()))._replace(cpu_s=None) == reward
 
 
 def test_a_function_gets_the_arguments_of_the_recipe():
     arguments = {"bonus": 0.5, "words": ["a", "b"]}
-    assert with_pool(lambda pool: pool.score("own_rewards:with_arguments", given(), arguments)) == Reward(2.5)
+    assert with_pool(lambda pool: pool.score("own_rewards:with_arguments", given(), arguments)).score == 2.5
 
 
 def test_a_function_that_prints_a_lot_is_scored_and_nobody_hears_it(capfd: pytest.CaptureFixture[str]):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polyrl.config.recipe import DomainSection
-from polyrl.config.rewards import WeightedReward
+from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.characters import save_tokenizer
 from polyrl.data.prompts import Messages
 from polyrl.data.sources import open_training
@@ -56,7 +56,9 @@ def test_a_chat_template_is_rendered_once_for_all_samples_of_a_prompt(tokenizer:
         source.tokens(prompt)
     before = tokenizer.num_written
     pool: Any = Echo()
-    tasks = RecipeTasks([Domain("sums", (WeightedReward(function="arithmetic"),), source, {})], tokenizer, pool, 60.0)
+    tasks = RecipeTasks(
+        [Domain("sums", (WeightedReward(function="arithmetic"),), source, {})], tokenizer, pool, RewardsSection()
+    )
 
     async def score_all() -> None:
         for prompt in (0, 1):

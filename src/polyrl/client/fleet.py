@@ -101,6 +101,8 @@ class RewardResult(NamedTuple):
     cpu_s: float = 0.0
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name: they stay with the sample."""
+    outcome: frames.RewardOutcome = "scored"
+    """`timed_out` or `crashed`: by the answer's own doing. The value counts all the same."""
 
 
 class RoundOver(PolyrlError):
@@ -481,6 +483,7 @@ class Fleet:
             result = given if isinstance(given, RewardResult) else RewardResult(float(given))
             if not math.isfinite(result.value):
                 raise ValueError(f"a reward of {result.value}")
+            outcome = result.outcome
         except (PolyrlError, TimeoutError) as error:
             self._tell_of_none(sample, str(error) or f"none in {one.timeout_s:g} s")
             is_final = isinstance(error, NoReward) or limit.expired()
@@ -488,7 +491,7 @@ class Fleet:
         except Exception:
             log.exception("the reward of sample %s failed", sample.name)
             outcome = "infrastructure_failed"
-        if outcome != "scored":
+        if outcome in ("infrastructure_failed", "no_reward"):
             result = RewardResult(0.0)
         await self._state(
             lambda seq: frames.Scored(

@@ -22,7 +22,12 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight: float = 1.0
     """The factor of its score in the sum of all scores. 0: the score is reported, and does not count."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the function, after the answer."""
+    """Keyword arguments of the function, after the answer; of a class, when its object is made."""
+    cache: bool = True
+    """Score the same answer to the same prompt once. Off is for functions that draw lots."""
+    timeout_score: float | None = None
+    """The score of an answer at which the function runs into its time limit. None: such an answer has no reward, unless
+    it used up the CPU time of `rewards.adaptive`, which is worth 0."""
 
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
@@ -44,6 +49,8 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A reward that takes longer has failed, and its sample is dropped."""
     slots: AtLeastOne | None = None
     """The most rewards in progress at once; none: 8 per process. More is for async functions that wait."""
+    row_failures: AtLeastOne = 8
+    """A row at which rewards have failed this often, while they scored others, is quarantined."""
     memory_gb: Positive | None = 8.0
     """The memory limit of a process; none: no limit."""
     environment: tuple[str, ...] = ()

@@ -44,6 +44,8 @@ START_TIMEOUT_S = 60.0
 """The time for a process to start and to import a function."""
 _GRACE_S = 2.0
 """An async function ends by itself at its limit, unless something blocks its event loop for this much longer."""
+_CLOSE_S = 2.0
+"""The time for a process to close its objects before it is killed."""
 _STACK_S = 0.1
 """The time for a process to write its stack to the log before it is killed."""
 _MAX_LOG_BYTES = 16 << 20
@@ -74,13 +76,24 @@ class RewardCall(NamedTuple):
     given: RewardInput
     timeout_s: float
 
+    @property
+    def cpu_s(self) -> float:
+        """The most CPU time; 0: no limit."""
+        return self.given.limit_s
+
+    def wall_s(self, *, is_async: bool) -> float:
+        """Return how long a function may take. A plain one with a limit of CPU time has the rest for want of a core."""
+        if is_async or not self.cpu_s:
+            return self.timeout_s
+        return min(self.timeout_s, 2.0 * self.cpu_s + 2.0)
+
 
 class ProcessBroke(Exception):
     """The process ended before it answered. `is_own` means that no other answer can have caused it."""
 
-    def __init__(self, reason: str, *, is_own: bool, timed_out: bool = False) -> None:
+    def __init__(self, reason: str, *, is_own: bool, timed_out: bool = False, cpu_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.reason, self.is_own, self.timed_out = reason, is_own, timed_out
+        self.reason, self.is_own, self.timed_out, self.cpu_s = reason, is_own, timed_out, cpu_s
 
 
 class _Waiting:
@@ -104,6 +117,7 @@ class RewardProcess(asyncio.Protocol):
         self._buffer = bytearray()
         self._waiting: dict[bytes, _Waiting] = {}
         self._num_answered = 0
+        self._closes = self._is_leaving = False
         self._broken = ""
         """Why the process cannot be asked any more; empty while it can."""
         self.num_asking = 0
@@ -138,7 +152,9 @@ class RewardProcess(asyncio.Protocol):
             self._trim_log()
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
-            question = encode(Ask(nonce, "reward", call.function, call.arguments, call.given, call.timeout_s))
+            question = encode(
+                Ask(nonce, "reward", call.function, call.arguments, call.given, call.timeout_s, call.cpu_s)
+            )
         except (TypeError, ValueError, OverflowError) as error:
             raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
         waiting = self._waiting[nonce] = _Waiting(call, self._loop.create_future())
@@ -148,12 +164,22 @@ class RewardProcess(asyncio.Protocol):
         return await waiting.answer
 
     async def end(self) -> None:
-        """Kill the process and everything in its group."""
+        """Kill the process and everything in its group; objects that can be closed are closed before."""
+        await self._let_close()
         self._break("it was ended", is_over=True)
         await asyncio.gather(self._started, return_exceptions=True)
         self._kill()
         if self._watching is not None:
             await self._watching
+
+    async def _let_close(self) -> None:
+        process, transport = self._process, self._transport
+        if not self._closes or self._broken or self._waiting or process is None or transport is None:
+            return
+        self._is_leaving = True
+        transport.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _CLOSE_S)
 
     # Starting
 
@@ -206,6 +232,11 @@ class RewardProcess(asyncio.Protocol):
     async def _watch(self, process: Process) -> None:
         """Wait for the process itself: its forked children may keep the connection open after it ends."""
         code = await process.wait()
+        begun = [one.call for one in self._waiting.values() if one.began_at is not None]
+        if code == -signal.SIGPROF and len(begun) == 1 and begun[0].cpu_s:
+            limit_s = begun[0].cpu_s
+            self._break(f"took longer than {limit_s:g} s of CPU time", timed_out=True, cpu_s=limit_s)
+            return
         self._break(f"its process ended: {'exit code' if code >= 0 else 'signal'} {abs(code)}")
 
     # Receiving
@@ -229,7 +260,8 @@ class RewardProcess(asyncio.Protocol):
             self._break("its process said more than was asked for")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._loop.call_later(1.0, self._break, "its process hung up")  # the exit code is known in a moment
+        if not self._is_leaving:
+            self._loop.call_later(1.0, self._break, "its process hung up")  # the exit code is known in a moment
 
     def _hear(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.nonce)
@@ -251,7 +283,8 @@ class RewardProcess(asyncio.Protocol):
     def _begin(self, reply: Began, waiting: _Waiting) -> None:
         waiting.began_at = self._loop.time()
         self._stop_timer(waiting)
-        allowed_s = waiting.call.timeout_s + (_GRACE_S if reply.is_async else 0.0)
+        self._closes = self._closes or reply.closes
+        allowed_s = waiting.call.wall_s(is_async=reply.is_async) + (_GRACE_S if reply.is_async else 0.0)
         waiting.timer = self._loop.call_later(allowed_s, self._overdue, reply.nonce)
         self.is_shared = reply.is_async and not self.is_alone
         self._tell(waiting.call.function, reply.is_async)
@@ -274,9 +307,9 @@ class RewardProcess(asyncio.Protocol):
     def _give_up(self, nonce: bytes) -> None:
         waiting = self._waiting.get(nonce)
         if waiting is not None:  # no reply came meanwhile
-            self._break(f"took longer than {waiting.call.timeout_s:g} s", timed_out=True)
+            self._break(f"took longer than {waiting.call.wall_s(is_async=self.is_shared):g} s", timed_out=True)
 
-    def _break(self, reason: str, *, timed_out: bool = False, is_over: bool = False) -> None:
+    def _break(self, reason: str, *, timed_out: bool = False, is_over: bool = False, cpu_s: float = 0.0) -> None:
         """End the process, and fail all pending requests.
 
         If several functions were running, it is unknown which of them broke it; `is_own` is set only if there was one.
@@ -291,7 +324,8 @@ class RewardProcess(asyncio.Protocol):
             self._stop_timer(waiting)
             is_own = alone and (waiting.began_at is not None or not begun)
             if not waiting.answer.done():
-                waiting.answer.set_exception(ProcessBroke(reason, is_own=is_own or is_over, timed_out=timed_out))
+                broke = ProcessBroke(reason, is_own=is_own or is_over, timed_out=timed_out, cpu_s=cpu_s)
+                waiting.answer.set_exception(broke)
         self._waiting.clear()
         if self._transport is not None:
             self._transport.close()

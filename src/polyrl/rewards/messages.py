@@ -7,10 +7,10 @@ data.
 
 import struct
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from polyrl.rewards.reward import RewardInput
 
@@ -37,6 +37,8 @@ class Ask(Struct, frozen=True, tag=True, array_like=True):
     given: RewardInput | None
     """None: only look the function up."""
     timeout_s: float
+    cpu_s: float = 0.0
+    """The most CPU time of a plain function; 0: no limit."""
 
 
 class Began(Struct, frozen=True, tag=True, array_like=True):
@@ -44,19 +46,24 @@ class Began(Struct, frozen=True, tag=True, array_like=True):
 
     nonce: bytes
     is_async: bool
+    closes: bool = False
+    """Whether the process has objects to close before it is ended."""
 
 
 class RewardScored(Struct, frozen=True, tag=True, array_like=True):
     nonce: bytes
     score: float
     parts: dict[str, float]
+    outcome: Literal["scored", "timed_out", "crashed"] = "scored"
+    cpu_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    correct: bool | None = None
 
 
 class Failed(Struct, frozen=True, tag=True, array_like=True):
     nonce: bytes
     reason: str
-    kind: Literal["failed", "timed_out", "unknown"] = "failed"
-    """`unknown`: there is no such function."""
+    kind: Literal["failed", "timed_out", "unavailable", "unknown"] = "failed"
+    """`unavailable`: another attempt may succeed. `unknown`: there is no such function."""
 
 
 RewardRequest = RewardSetup | Ask

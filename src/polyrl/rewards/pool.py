@@ -23,7 +23,15 @@ from polyrl.errors import ConfigError
 from polyrl.rewards import arithmetic
 from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, Surroundings
 from polyrl.rewards.messages import Failed, RewardScored
-from polyrl.rewards.reward import Reward, RewardFailed, RewardFunction, RewardInput, RewardTimedOut, check_value
+from polyrl.rewards.reward import (
+    Reward,
+    RewardFailed,
+    RewardFunction,
+    RewardInput,
+    RewardTimedOut,
+    RewardUnavailable,
+    check_value,
+)
 
 QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
 """Functions of ours that only compare two texts, and run in the trainer."""
@@ -56,7 +64,7 @@ class RewardPool:
         """Whether each function that was called is async."""
 
     async def score(self, name: str, given: RewardInput, arguments: Mapping[str, object] | None = None) -> Reward:
-        """Score one answer. Raises RewardFailed; ConfigError if there is no such function."""
+        """Score one answer. Raises RewardFailed, RewardUnavailable; ConfigError if there is no such function."""
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
         call = RewardCall(name, dict(arguments or {}), given, self._timeout_s)
@@ -97,17 +105,21 @@ class RewardPool:
             except ProcessBroke as again:
                 raise self._failure(again) from again
         if isinstance(reply, RewardScored):
-            return Reward(reply.score, reply.parts)
+            return Reward(reply.score, reply.parts, reply.outcome, reply.cpu_s, reply.correct)
         match reply.kind:
             case "unknown":
                 raise ConfigError(reply.reason)
             case "timed_out":
                 raise RewardTimedOut(reply.reason + self._more())
+            case "unavailable":
+                raise RewardUnavailable(reply.reason)
             case "failed":
                 raise RewardFailed(reply.reason + self._hint(reply.reason) + self._more())
 
     def _failure(self, broke: ProcessBroke) -> RewardFailed:
-        return (RewardTimedOut if broke.timed_out else RewardFailed)(broke.reason + self._more())
+        if broke.timed_out:
+            return RewardTimedOut(broke.reason + self._more(), broke.cpu_s)
+        return RewardFailed(broke.reason + self._more())
 
     def _more(self) -> str:
         log = self._surroundings.log

@@ -14,6 +14,7 @@ Left out: ending functions that exceed their time and do not yield. The pool kil
 
 import faulthandler
 import fcntl
+import inspect
 import os
 import random
 import resource
@@ -22,6 +23,8 @@ import socket
 import sys
 import traceback
 from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +41,12 @@ from polyrl.rewards.messages import (
     encode,
     take_messages,
 )
+from polyrl.rewards.objects import RewardObjects
 from polyrl.rewards.reward import (
     RewardFailed,
     RewardFunction,
     RewardTimedOut,
+    RewardUnavailable,
     check_reward,
     check_value,
     find_reward,
@@ -67,6 +72,7 @@ class RewardServer:
         self._buffer = bytearray()
         self._pid = os.getpid()
         self._functions: dict[str, RewardFunction] = {}
+        self._objects = RewardObjects()
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop of the async functions. It is kept, since they may keep objects that belong to it."""
         self._next: deque[Ask] = deque()
@@ -75,7 +81,7 @@ class RewardServer:
         while True:
             data = self._line.recv(_READ_BYTES)
             if not data:
-                return
+                break
             self._buffer += data
             for body in take_messages(self._buffer):
                 question = decode_question(body)
@@ -83,6 +89,8 @@ class RewardServer:
                     _set_up(question)
                 else:
                     self._answer(question)
+        if self._objects.closes:
+            self._on_loop(self._objects.close())
 
     def _answer(self, ask: Ask) -> None:
         function = self._find(ask)
@@ -91,16 +99,29 @@ class RewardServer:
         if ask.given is None:
             self._say(_checked(ask, function))
         elif is_async(function):
-            if self._loop is None:
-                import asyncio
-
-                self._loop = asyncio.new_event_loop()
-            self._loop.run_until_complete(self._answer_together(ask, function))
+            self._on_loop(self._answer_together(ask, function))
             while self._next:
                 self._answer(self._next.popleft())
         else:
-            self._say(Began(ask.nonce, False))
-            self._say(_call(ask, function))
+            self._say(self._call(ask, function))
+
+    def _call(self, ask: Ask, function: RewardFunction) -> Reply:
+        try:
+            if inspect.isclass(function):
+                called = self._on_loop(self._objects.ready(ask.function, function, ask.arguments))
+            else:
+                called = partial(function, **ask.arguments)
+            self._say(Began(ask.nonce, False, self._objects.closes))
+            return _timed(ask, called)
+        except BaseException as error:  # noqa: BLE001  a function may raise anything, SystemExit too
+            return _failure(ask, error)
+
+    def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            import asyncio
+
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(work)
 
     def _find(self, ask: Ask) -> RewardFunction | None:
         function = self._functions.get(ask.function)
@@ -153,12 +174,14 @@ class RewardServer:
     async def _wait_for(self, ask: Ask, function: RewardFunction) -> None:
         import asyncio
 
-        self._say(Began(ask.nonce, True))
-        limit = asyncio.timeout(ask.timeout_s)
+        limit = asyncio.timeout(None)
         reply: Reply
         try:
+            called = await self._objects.ready(ask.function, function, ask.arguments)
+            self._say(Began(ask.nonce, True, self._objects.closes))
             async with limit:
-                value: Any = await function(ask.given, **ask.arguments)  # type: ignore[misc]
+                limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
+                value: Any = await called(ask.given)
             reply = _reply(ask, value)
         except TimeoutError as error:
             reply = _timed_out(ask) if limit.expired() else _failure(ask, error)
@@ -180,16 +203,30 @@ def _checked(ask: Ask, function: RewardFunction) -> Reply:
     return RewardScored(ask.nonce, 0.0, {})
 
 
-def _call(ask: Ask, function: RewardFunction) -> Reply:
+def _timed(ask: Ask, function: Callable[[Any], Any]) -> Reply:
+    """Call a plain function. At its limit of CPU time a signal ends the process: no code of the function's runs on."""
+    before_s = _cpu_s()
+    if ask.cpu_s:
+        signal.setitimer(signal.ITIMER_PROF, ask.cpu_s)
     try:
-        return _reply(ask, function(ask.given, **ask.arguments))
-    except BaseException as error:  # noqa: BLE001  a function may raise anything, SystemExit too
-        return _failure(ask, error)
+        value = function(ask.given)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return _reply(ask, value, _cpu_s() - before_s)
 
 
-def _reply(ask: Ask, value: Any) -> Reply:
+def _cpu_s() -> float:
+    """Return the CPU time of this process, and of children that it has waited for."""
+    used = [resource.getrusage(one) for one in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _reply(ask: Ask, value: Any, cpu_s: float | None = None) -> Reply:
+    """`cpu_s` is the CPU time that was measured, for a function that does not say it."""
     reward = check_value(value)
-    return RewardScored(ask.nonce, reward.score, dict(reward.parts))
+    told = cpu_s if reward.cpu_s is None else reward.cpu_s
+    assert reward.outcome != "infrastructure_failed", "check_value raises for it"
+    return RewardScored(ask.nonce, reward.score, dict(reward.parts), reward.outcome, told, reward.correct)
 
 
 def _timed_out(ask: Ask) -> Failed:
@@ -197,6 +234,8 @@ def _timed_out(ask: Ask) -> Failed:
 
 
 def _failure(ask: Ask, error: BaseException) -> Failed:
+    if isinstance(error, RewardUnavailable):
+        return Failed(ask.nonce, shorten(plain(str(error))), "unavailable")
     if isinstance(error, RewardFailed):
         return Failed(
             ask.nonce, shorten(plain(str(error))), "timed_out" if isinstance(error, RewardTimedOut) else "failed"

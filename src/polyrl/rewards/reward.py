@@ -4,10 +4,13 @@
         return 1.0 / (1 + given.num_tokens)
 
 A recipe says `reward = "my_module:shorter_is_better"`, or names one of ours (config/plugins.py). A function may also
-return named parts: a dict, whose sum is the score unless it has a `score` of its own, or a Reward.
+return named parts: a dict, whose sum is the score unless it has a `score` of its own, or a Reward. A class is called
+once in each process, with the arguments of the recipe; the object that it makes is then called with every answer, after
+its `start` and before its `close`, where it has them.
 
 Rules kept here: every fault (an exception, NaN, a text instead of a number) is a RewardFailed. It is never a zero: a
-zero would teach the policy something false. Parts are few and their names short, because they travel with the sample.
+zero would teach the policy something false. A program in the answer that loops or crashes is no fault: it is a wrong
+answer, and the function scores it. Parts are few and their names short, because they travel with the sample.
 Left out: where functions run and for how long (pool.py), and several of them for one answer (weighing.py).
 """
 
@@ -16,10 +19,10 @@ import math
 import numbers
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from polyrl.config.plugins import check_arguments, find
-from polyrl.errors import NoReward, shorten
+from polyrl.errors import ConfigError, NoReward, PolyrlError, shorten
 
 OURS = {"arithmetic": "polyrl.rewards.arithmetic:score", "math": "polyrl.rewards.math_answers:score"}
 SCORE = "score"
@@ -43,13 +46,25 @@ class RewardInput(NamedTuple):
     """`stop`, or `length` if the answer was cut off."""
     num_tokens: int
     """The number of answer tokens, the end token included."""
+    limit_s: float = 0.0
+    """The CPU time that a program in the answer may take, with `rewards.adaptive`; 0: no limit was learned."""
+
+
+ScoreOutcome = Literal["scored", "timed_out", "crashed", "infrastructure_failed"]
 
 
 class Reward(NamedTuple):
-    """The score of an answer, and the parts that it is made of."""
+    """The score of an answer, the parts that it is made of, and the way it came about."""
 
-    score: float
+    score: float = 0.0
     parts: Mapping[str, float] = {}
+    outcome: ScoreOutcome = "scored"
+    """`timed_out`, `crashed`: what the answer's program did; its score counts. `infrastructure_failed`: there is no
+    score, through no fault of the answer's; it is tried again, and then the sample is dropped."""
+    cpu_s: float | None = None
+    """The CPU time that the answer took, from which limits are learned; None: unknown."""
+    correct: bool | None = None
+    """Whether the answer is right; None: if its score is above `validation.solved_above`."""
 
 
 RewardFunction = Callable[..., float | Mapping[str, float] | Reward | Awaitable[Any]]
@@ -61,7 +76,15 @@ class RewardFailed(NoReward):
 
 
 class RewardTimedOut(RewardFailed):
-    """There is no reward because scoring took too long."""
+    """There is no reward because scoring took too long. `cpu_s`: the CPU time at which it was ended; 0: wall time."""
+
+    def __init__(self, message: str, cpu_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.cpu_s = cpu_s
+
+
+class RewardUnavailable(PolyrlError):
+    """There is no reward now, through no fault of the answer's; a later attempt may have one. One line."""
 
 
 def find_reward(name: str, key: str = "reward") -> RewardFunction:
@@ -71,11 +94,18 @@ def find_reward(name: str, key: str = "reward") -> RewardFunction:
 
 def check_reward(function: RewardFunction, arguments: Mapping[str, Any], key: str) -> None:
     """Raise ConfigError for arguments that the function does not take; `key` is the setting that names the function."""
-    check_arguments(function, arguments, f"{key.removesuffix('.function')}.args", 1)
+    place = f"{key.removesuffix('.function')}.args"
+    if not inspect.isclass(function):
+        check_arguments(function, arguments, place, 1)
+        return
+    if "__call__" not in dir(function):
+        raise ConfigError(f"{key}: {function.__qualname__} has no method __call__, which is called with every answer")
+    check_arguments(function, arguments, place, 0)
 
 
 def is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    called = function if inspect.isclass(function) else type(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called.__call__)
 
 
 def check_value(value: Any) -> Reward:
@@ -83,7 +113,7 @@ def check_value(value: Any) -> Reward:
     if inspect.isawaitable(value):
         raise RewardFailed("returned an awaitable; a function that waits is to be an `async def`")
     if isinstance(value, Reward):
-        return Reward(_number(value.score, "score"), _parts(value.parts))
+        return _checked(value)
     if isinstance(value, Mapping):
         parts = _parts(value)
         if not parts:
@@ -91,6 +121,19 @@ def check_value(value: Any) -> Reward:
         score = parts.pop(SCORE, None)
         return Reward(math.fsum(parts.values()) if score is None else score, parts)
     return Reward(_number(value, ""))
+
+
+def _checked(reward: Reward) -> Reward:
+    if reward.outcome not in get_args(ScoreOutcome):
+        expected = ", ".join(get_args(ScoreOutcome))
+        raise RewardFailed(f"returned an outcome of {shorten(repr(reward.outcome))}, expected one of {expected}")
+    if reward.outcome == "infrastructure_failed":
+        raise RewardUnavailable("returned infrastructure_failed")
+    cpu_s = None if reward.cpu_s is None else _number(reward.cpu_s, "cpu_s")
+    if cpu_s is not None and cpu_s < 0:
+        raise RewardFailed(f"returned cpu_s = {cpu_s:g}, expected seconds")
+    correct = None if reward.correct is None else bool(reward.correct)
+    return Reward(_number(reward.score, "score"), _parts(reward.parts), reward.outcome, cpu_s, correct)
 
 
 def _parts(parts: Any) -> dict[str, float]:

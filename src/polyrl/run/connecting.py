@@ -74,8 +74,11 @@ async def connected(
 
     async def reward_of(sample: Sample) -> RewardResult:
         origin, answer = sample.origin, sample.tokens.tolist()
-        score, parts = await tasks.score(origin.domain, origin.prompt, answer, sample.finish)
-        return RewardResult(score, parts=parts)
+        found = await tasks.score(origin.domain, origin.prompt, answer, sample.finish)
+        is_known = found.cpu_s is not None  # otherwise there is nothing to learn from
+        return RewardResult(
+            found.score, is_known and bool(found.correct), found.cpu_s or 0.0, found.parts, found.outcome
+        )
 
     async with connect(
         address.url,

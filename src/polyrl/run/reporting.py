@@ -80,6 +80,7 @@ class Reporter:
         )
         self._breaks = {first_step: breaks.read(run_dir, first_step)} if first_step else {}
         self._fleet: Fleet | None = None
+        self._tasks: Tasks | None = None
         self._far: dict[str, float] = {}
         """Kinds of engines that were too far from the trainer in the last step."""
 
@@ -187,6 +188,8 @@ class Reporter:
         metrics["perf/throughput"] = num_tokens / seconds["total"] / (self._recipe.train.ranks + num_workers)
         if self._fleet is not None and self._fleet.advice is not None:
             metrics["fleet/useful"] = self._fleet.advice[0]
+        if self._tasks is not None:
+            metrics |= self._tasks.reward_metrics()
         if caveat_of(self._recipe):
             metrics["rollout/imposed_lengths"] = 1
         if changed := self._breaks.get(report.step):
@@ -208,7 +211,7 @@ class Reporter:
         self, fleet: Fleet, started: dict[str, Process], playing: dict[str, hosts.HostProcess], tasks: Tasks
     ) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that report everything beside the steps, until they are cancelled."""
-        say, recipe = self.display.say, self._recipe
+        say, recipe, self._tasks = self.display.say, self._recipe, tasks
         news: list[Coroutine[Any, Any, None]] = [
             workers.tell_who_ends(self._run_dir, started, say),
             workers.tell_who_is_turned_away(fleet, started, say),

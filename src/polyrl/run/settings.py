@@ -16,6 +16,8 @@ from polyrl.wire.dial import is_loopback_host
 from polyrl.wire.frames import Sampling
 from polyrl.wire.imposed import ImposedLengths
 
+MAX_ATTEMPTS = 3
+"""How often a reward is tried that could not be had through no fault of the answer's."""
 _LOOPBACK = ("127.0.0.0/8",)
 
 
@@ -71,7 +73,7 @@ def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
         adaptive=False,
         t_min_s=min(2.0, longest_s),
         t_max_s=longest_s,
-        max_attempts=1,
+        max_attempts=MAX_ATTEMPTS,
         slots=slots,
         as_finished=as_finished,
     )

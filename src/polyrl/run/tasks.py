@@ -1,6 +1,7 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
 import asyncio
+import contextlib
 import logging
 import math
 from functools import lru_cache
@@ -16,9 +17,11 @@ from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
+from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput
-from polyrl.run.settings import scheduler_config
+from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput, RewardUnavailable
+from polyrl.rewards.watching import RewardWatch
+from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 
 log = logging.getLogger("polyrl.data")
 
@@ -70,6 +73,10 @@ class Tasks(Protocol):
         """Return the present state of the reward functions; None if there is nothing to report."""
         ...
 
+    def reward_metrics(self) -> dict[str, float]:
+        """Return the metrics of the reward functions since the last call."""
+        ...
+
     def why_none_scored(self) -> str:
         """Return why a reward has failed for all answers so far; empty if none has."""
         ...
@@ -94,8 +101,17 @@ class Domain(NamedTuple):
 class RecipeTasks:
     """Made by `load_tasks`."""
 
-    def __init__(self, domains: list[Domain], tokenizer: ModelTokenizer, pool: RewardPool, timeout_s: float) -> None:
-        self._domains, self._tokenizer, self._pool, self._timeout_s = domains, tokenizer, pool, timeout_s
+    def __init__(
+        self,
+        domains: list[Domain],
+        tokenizer: ModelTokenizer,
+        pool: RewardPool,
+        wanted: RewardsSection,
+        solved_above: float = 0.5,
+    ) -> None:
+        self._domains, self._tokenizer, self._pool, self._wanted = domains, tokenizer, pool, wanted
+        self._solved_above = solved_above
+        self._once, self._watch = ScoredOnce(), RewardWatch(wanted.row_failures)
         self._last_failure = ""
         self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
         """Read once for all samples of a prompt: a chat template is a program."""
@@ -135,27 +151,35 @@ class RecipeTasks:
         return [source.tokens(prompt) for prompt in range(source.num_prompts)]
 
     async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
-        """Raises RewardFailed."""
+        """Raises RewardFailed and RewardUnavailable."""
         domain = self._domain_of(name)
+        for _ in range(MAX_ATTEMPTS - 1):
+            with contextlib.suppress(RewardUnavailable):
+                return (await self._score(domain, name, prompt, answer, finish)).score
         return (await self._score(domain, name, prompt, answer, finish)).score
 
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
 
     async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
-        """Raises RewardFailed."""
+        """Raises RewardFailed and RewardUnavailable."""
         return await self._score(domain, None, prompt, answer, finish)
 
     async def _score(self, domain: int, validation: str | None, prompt: int, answer: list[int], finish: str) -> Reward:
         task, written = self._asked(domain, validation, prompt)
         text = self._tokenizer.text(answer)
         given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
+        of, row = self._domains[domain], (domain, validation, prompt)
+        if row in self._watch.quarantined:
+            raise RewardFailed(f"{_row_name(of, validation, prompt)} is quarantined: {self._watch.quarantined[row]}")
         try:
-            reward = await weighing.score(self._pool, self._domains[domain].rewards, given)
-        except RewardFailed as error:
+            reward = await weighing.score(self._pool, of.rewards, given, self._solved_above, self._once)
+        except (RewardFailed, RewardUnavailable) as error:
             self._count_failure(domain, str(error))
+            self._watch.failed(domain, row, _row_name(of, validation, prompt), str(error))
             raise
         self._is_proven[domain] = True
+        self._watch.scored(domain, row, given, reward)
         return reward
 
     def _read(self, domain: int, validation: str | None, prompt: int) -> tuple[Task, str]:
@@ -174,7 +198,10 @@ class RecipeTasks:
         if not state.running and not num_failed:
             return None
         failed = (num_failed, self._last_failure)
-        return UnderWay(state.running, self._timeout_s, (state.longest_s, state.longest), failed)
+        return UnderWay(state.running, self._wanted.timeout_s, (state.longest_s, state.longest), failed)
+
+    def reward_metrics(self) -> dict[str, float]:
+        return {**self._watch.take_metrics(), "reward/scored_before": self._once.num_saved}
 
     def why_none_scored(self) -> str:
         unproven = [domain for domain in self._failures if not self._is_proven[domain]]
@@ -196,13 +223,19 @@ class RecipeTasks:
         await self._pool.close()
 
 
+def _row_name(domain: Domain, validation: str | None, prompt: int) -> str:
+    return f"prompt {prompt} of {f'the validation set {validation}' if validation else domain.name}"
+
+
 def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
     """Find every reward, read all data. Raises UserError, with a dotted key or with file and line.
 
     `reward_log` is the file for the output of reward functions.
     """
     tokenizer, domains = _open_all(recipe)
-    tasks = RecipeTasks(domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards.timeout_s)
+    tasks = RecipeTasks(
+        domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards, recipe.validation.solved_above
+    )
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:

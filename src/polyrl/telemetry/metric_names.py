@@ -29,6 +29,13 @@ METRICS: tuple[Metric, ...] = (
         "reward/<name>/mean", "", "mean of one of several rewards, or of a named part of the only one; not weighted"
     ),
     Metric("reward/<name>/<part>/mean", "", "mean of a named part of one of several rewards"),
+    Metric("reward/timed_out", "share", "answers that ran into their time limit, of those that were scored"),
+    Metric("reward/crashed", "share", "answers whose own program crashed, of those that were scored"),
+    Metric("reward/limit_s/mean", "s", "mean CPU time that answers were given, with `rewards.adaptive`"),
+    Metric(
+        "reward/scored_before", "", "answers of this process whose score was known: the same had been scored before"
+    ),
+    Metric("reward/quarantined_rows", "", "rows at which rewards kept failing, and which are not scored any more"),
     Metric("validation/reward/mean", "", "mean reward of validation prompts, each the mean of its attempts"),
     Metric("validation/<set>/reward/mean", "", "the same, of one set"),
     Metric("validation/pass@<k>", "share", "validation prompts that k attempts solve at least once"),
