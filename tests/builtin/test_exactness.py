@@ -115,3 +115,31 @@ def test_answers_moved_at_random_tokens_into_other_batches_are_equal_to_the_last
             num_different += (text, logprobs) != (its_text[cut:], its_logprobs[cut:])
     assert num_different == 0
     assert len({tuple(text) for text, _ in unmoved}) == NUM_ANSWERS
+
+
+def test_turns_of_conversations_that_go_on_from_what_was_cached_are_equal_to_the_last_bit(tmp_path):
+    folder = save_tiny("qwen3", tmp_path, num_hidden_layers=3, max_position_embeddings=1024)
+    draw = random.Random(13)
+    said = [[draw.randrange(3, 512) for _ in range(draw.choice(LENGTHS))] for _ in range(24)]
+    turns: list[tuple[dict[str, Any], Answer]] = []
+    num_reused: list[int] = []
+
+    async def script(stage: Stage) -> None:
+        for turn in range(5):
+            jobs = [
+                {"prompt": list(one), "seed": 100 * turn + at, "max_tokens": draw.randrange(2, 40), "sampling": ON}
+                for at, one in enumerate(said)
+            ]
+            leases = [stage.begin(**job) for job in jobs]
+            texts = await answers(stage, leases)
+            turns.extend(
+                (job, (text, stage.sink.logprobs[lease])) for job, text, lease in zip(jobs, texts, leases, strict=True)
+            )
+            for one, text in zip(said, texts, strict=True):
+                one += [*text, *(draw.randrange(3, 512) for _ in range(draw.randrange(1, 9)))]
+            num_reused.append(stage.engine.stats().num_reused)
+
+    play(script, folder, kv_tokens=32_768, slots=16, block_tokens=16)
+    anew = run(folder, [job for job, _ in turns], slots=5, block_tokens=1024)
+    assert anew == [answer for _, answer in turns]
+    assert num_reused[-1] > 0.8 * sum(len(job["prompt"]) for job, _ in turns[24:])

@@ -312,8 +312,34 @@ def test_a_text_that_another_goes_on_from_is_copied_up_to_its_end():
     assert len(first.blocks) == 3, "the block that its text ended in is full of its answer"
     bench.add(text(6))
     bench.add(text(7))
-    assert shape(bench.step()) == [(1, 9, 1, True), (2, 5, 1, True), (3, 4, 3, True)]
-    assert bench.batching.copies == [(first.blocks[1], bench.members[1].blocks[1])]
+    assert shape(bench.step()) == [(1, 9, 1, True), (2, 5, 1, True), (3, 5, 2, True)]
+    assert bench.batching.copies == [(first.blocks[1], bench.members[number].blocks[1]) for number in (1, 2)]
+
+
+def test_the_next_turn_of_a_conversation_computes_only_what_nobody_has_computed():
+    bench = Bench()
+    said, num_computed, num_reused = text(6), 0, 0
+    for turn in range(5):
+        member = bench.add(list(said), num_new=3 + turn)
+        assert shape(bench.step()) == [(member.lease, num_computed, len(said) - num_computed, True)]
+        bench.run_to_the_end(20)
+        num_reused += num_computed
+        num_computed = len(member.tokens) - 1  # the last one drawn was never computed
+        said = [*member.tokens, 90 + turn, 91]
+    assert bench.batching.num_prefilled == 6 + 4 * 3
+    assert bench.batching.num_reused == num_reused
+
+
+def test_an_answer_that_was_decoded_is_not_shared_where_pieces_have_borders():
+    batching = Batching(KvCache(100, 4), 8, 1000, border_tokens=8)
+    member = Member(LeaseId(1), text(6), 100)
+    batching.add(member)
+    for _ in range(4):
+        batching.computed(batching.plan())
+        batching.append(member, [7])
+    batching.remove(member.lease)
+    batching.add(Member(LeaseId(2), [*member.tokens, 8, 9], 100))
+    assert batching.plan()[0].start == 4
 
 
 def test_a_tail_is_found_as_long_as_somebody_has_it():
@@ -338,7 +364,17 @@ def test_a_tail_is_found_as_long_as_somebody_has_it():
     assert shape(bench.step()) == [(6, 0, 6, True)]
     bench.batching.remove(bench.members[5].lease)
     bench.add(text(6))
-    assert shape(bench.step()) == [(7, 4, 2, True)], "the block was not full, and is empty now"
+    assert shape(bench.step()) == [(7, 5, 1, True)], "the block was not full, and is kept until it is needed"
+
+
+def test_a_tail_that_nobody_has_makes_way_for_those_that_need_its_block():
+    bench = Bench(num_blocks=3)
+    bench.add(text(6), num_new=1)
+    bench.run_to_the_end(10)
+    bench.add(text(9, start=100), num_new=1)
+    bench.run_to_the_end(10)
+    bench.add(text(6), num_new=1)
+    assert shape(bench.step()) == [(3, 0, 6, True)]
 
 
 def test_one_that_shares_only_what_is_cached_already_need_not_wait():

@@ -1,1 +1,1 @@
-"""Measurements of PolyRL on this machine: the scheduler, the builtin engine, the trainer, weight transfers."""
+"""Measurements of PolyRL on this machine: scheduler, builtin engine, trainer, weight transfers, episodes."""

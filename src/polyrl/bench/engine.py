@@ -30,6 +30,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40_960,
         "tie_word_embeddings": True,
     },
+    "small-qwen3": {
+        "family": "qwen3",
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "tiny-qwen3": {
         "family": "qwen3",
         "vocab_size": 2048,

@@ -81,6 +81,10 @@ class EngineStats(NamedTuple):
     is about to. When it is back it runs what it ran at its start."""
     num_outages: int = 0
     """How often it was down: an outage may be over before it is looked at."""
+    num_prefilled: int = 0
+    """Tokens that samples came with, and that were computed; since it started, where the engine counts them."""
+    num_reused: int = 0
+    """Such tokens that were found in its cache."""
 
 
 class Weights(NamedTuple):

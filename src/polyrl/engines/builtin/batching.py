@@ -14,6 +14,8 @@ Rules it keeps:
 - Waiting members are admitted in order, when the step has prefill left and there are blocks for all their tokens and
   the next one, beside one block for each running member: so an admission preempts no member at once. Blocks for the
   whole prefill are taken at admission, so only decoding can run out of them.
+- A member that leaves publishes what it has computed, up to its last token: the next turn of a conversation begins with
+  it. With `border_tokens` it does not, and only equal texts share a tail.
 - A waiting member is passed over while a running member prefills the next block that it needs: it will find it cached.
   So is a member with the same text as one that is being prefilled: it copies the block that the text ends in, and
   computes only the last token.
@@ -27,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from polyrl.engines.builtin.kv_cache import KvCache
+from polyrl.engines.builtin.kv_cache import ROOT, KvCache
 from polyrl.ids import LeaseId
 
 
@@ -85,6 +87,10 @@ class Batching:
 
     def __init__(self, cache: KvCache, max_running: int, max_chunk_tokens: int, border_tokens: int = 0) -> None:
         self.num_preemptions = 0
+        self.num_prefilled = 0
+        """Tokens that members began to run with, and that were not in the cache; those of the preempted count again."""
+        self.num_reused = 0
+        """Such tokens that were in the cache."""
         self.copies: list[tuple[int, int]] = []
         """From block to block, before the step that was planned last; all are read before one is written."""
         self._cache = cache
@@ -122,6 +128,8 @@ class Batching:
         member = self._waiting.pop(lease, None)
         if member is None:
             member = self._running.pop(lease, None)
+            if member is not None and not self._border_tokens:
+                self._cache.publish_tail(member.tokens, member.blocks, member.num_computed)
         if member is not None:
             self._cache.release(member.blocks)
         return member
@@ -181,7 +189,7 @@ class Batching:
                 published = cache.publish(member.tokens, member.blocks, last, member.num_published)
                 member.num_published = published
             if end == member.num_given:
-                cache.publish_tail(member.tail, member.blocks, end)
+                cache.publish_tail(member.tokens, member.blocks, end - 1)
 
     def recompute_all(self) -> None:
         """The weights changed, and nothing computed under the old ones is to be used: all begin anew, in order."""
@@ -226,14 +234,16 @@ class Batching:
             cached, copied, missing = self._find(member)
             if missing in under_way:
                 continue
-            start = len(cached) * self._cache.block_tokens if copied is None else len(member.tokens) - 1
+            start = len(cached) * self._cache.block_tokens + (0 if copied is None else copied[1])
             count = self._count(member, start, budget)
             if not count or not self._take_blocks(member, cached):
                 break
             if copied is not None:
-                self.copies.append((copied, member.blocks[len(cached)]))
+                self.copies.append((copied[0], member.blocks[len(cached)]))
                 member.num_computed = start
             self._running[member.lease] = member
+            self.num_reused += member.num_computed
+            self.num_prefilled += len(member.tokens) - member.num_computed
             under_way.update(_keys_to_come(member, len(cached)))
             chunks.append(_chunk(member, count))
             budget -= count
@@ -241,14 +251,21 @@ class Batching:
             del self._waiting[chunk.member.lease]
         return chunks
 
-    def _find(self, member: Member) -> tuple[list[int], int | None, bytes | None]:
-        """Return the cached blocks that a member can share, one that it can copy, and the key of the next it lacks."""
-        usable = member.keys[: (len(member.tokens) - 1) // self._cache.block_tokens]
+    def _find(self, member: Member) -> tuple[list[int], tuple[int, int] | None, bytes | None]:
+        """Return the cached blocks that a member can share, one that it can copy with how many of its tokens, and the
+        key of the next it lacks."""
+        block_tokens, num_before_last = self._cache.block_tokens, len(member.tokens) - 1
+        usable = member.keys[: num_before_last // block_tokens]
         cached = self._cache.find(usable)
+        start = len(cached) * block_tokens
+        rest = member.tokens[start : min(start + block_tokens, num_before_last)]
+        copied = self._cache.find_tail(member.keys[len(cached) - 1] if cached else ROOT, rest) if rest else None
         if len(cached) < len(usable):
-            return cached, None, usable[len(cached)]
-        copied = self._cache.find_tail(member.tail)
-        return cached, copied, member.tail if member.tail and copied is None else None
+            return cached, None if self._border_tokens else copied, usable[len(cached)]
+        is_whole = copied is not None and copied[1] == len(rest)
+        if self._border_tokens and not is_whole:
+            copied = None
+        return cached, copied, member.tail if member.tail and not is_whole else None
 
     def _count(self, member: Member, start: int, budget: int) -> int:
         """How many tokens from `start` are prefilled in this step."""
@@ -274,7 +291,7 @@ class Batching:
 def _keys_to_come(member: Member, num_known: int) -> list[bytes]:
     """Return the keys of what a member computes and others may wait for.
 
-    Its tail is one of them only if it draws more than one token: a tail is forgotten with the last member that has it.
+    Its tail is one of them only if it draws more than one token: what a member leaves behind may be evicted at once.
     """
     keys = member.keys[num_known:]
     return [*keys, member.tail] if member.max_total > len(member.tokens) + 1 else keys

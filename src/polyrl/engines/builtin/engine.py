@@ -331,6 +331,8 @@ class BuiltinEngine:
             batch.num_preemptions,
             down=self._trouble or "",
             num_outages=int(self._trouble is not None),
+            num_prefilled=batch.num_prefilled,
+            num_reused=batch.num_reused,
         )
 
     def health(self) -> str | None:
@@ -432,13 +434,13 @@ class BuiltinEngine:
                 sink.ended(member.lease, "engine_failed", f"version {self._version} gives no numbers")
                 continue
             self._batch.append(member, tokens[:num])
+            if num > 1:  # all that were drawn in a burst, but the last
+                self._batch.computed([Chunk(member, member.num_computed, num - 1, True)])
             sink.tokens(member.lease, tokens[:num], logprobs[:num], self._version)
             if end is not None:
                 num_ended += 1
                 self._batch.remove(member.lease)
                 sink.ended(member.lease, end)
-            elif num > 1:
-                self._batch.computed([Chunk(member, member.num_computed, num - 1, True)])
         return num_ended
 
 

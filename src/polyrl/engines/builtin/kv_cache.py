@@ -2,8 +2,8 @@
 
 A block has room for the keys and values of `block_tokens` tokens. It is in one of three states:
 
-    empty --extend--> held --release--> idle (was published: can be found)    --hold---> held
-                                   \\--> empty (was not)                      --evicted by extend--> held by another
+    empty --extend--> held --release--> idle (was published, it or a tail in it)  --hold---> held
+                                   \\--> empty (was not)                          --evicted by extend--> held by another
 
 Rules it keeps:
 - A block's key is a 128-bit hash of its tokens and of its parent's key, so that it stands for the whole text up to the
@@ -12,20 +12,29 @@ Rules it keeps:
   the second, as soon as that is idle.
 - Blocks held when the weights change get no key any more, nor do the blocks computed after them: they mix two versions.
 - Idle blocks are evicted longest unused first, and those of one text from its end.
-- A *tail* is the end of a text within a block: a sample with the same text copies the block, and goes on from there. It
-  is found while its block is held or idle; the rest of the block may change.
+- A *tail* is the end of a text within a block: a sample whose text begins with that one copies the block, and goes on
+  from there. It is found while its block is held or idle; the rest of the block may change. A block has few: a prompt's
+  end, and that of the answer after it.
 
 Left out: the memory itself, and the samples that wait for it (batching.py).
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
-_ROOT = b""
+ROOT = b""
 """The key before the first block. No block has it: theirs are 16 bytes long."""
 _KEY_BYTES = 16
+
+
+class _Tail(NamedTuple):
+    parent: bytes
+    """The key of the text before its block."""
+    length: int
+    key: bytes
 
 
 class KvCache:
@@ -45,8 +54,10 @@ class KvCache:
         """Held since before the weights changed."""
         self._tails: dict[bytes, dict[int, None]] = {}
         """By the key of a text, the blocks that begin with its tail."""
-        self._tail_keys: dict[int, bytes] = {}
+        self._tails_of: dict[int, list[_Tail]] = {}
         """By block."""
+        self._tail_lengths: dict[bytes, Counter[int]] = {}
+        """By the key of the text before the block: how many tails there are of which length."""
 
     @property
     def num_free(self) -> int:
@@ -66,7 +77,7 @@ class KvCache:
         """Grow `keys`, those of the first whole blocks of `tokens`, in place to those of all of them."""
         start, stop = len(keys) * self.block_tokens, len(tokens) - len(tokens) % self.block_tokens
         if start < stop:
-            keys += _chain(keys[-1] if keys else _ROOT, tokens[start:stop], self.block_tokens)
+            keys += _chain(keys[-1] if keys else ROOT, tokens[start:stop], self.block_tokens)
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix, without holding them."""
@@ -111,34 +122,56 @@ class KvCache:
         """
         num_whole = (len(tokens) - 1) // self.block_tokens
         tail = tokens[num_whole * self.block_tokens : -1]
-        return _hash(keys[num_whole - 1] if num_whole else _ROOT, array("q", tail).tobytes()) if tail else b""
+        return _hash(keys[num_whole - 1] if num_whole else ROOT, array("q", tail).tobytes()) if tail else b""
 
-    def find_tail(self, key: bytes) -> int | None:
-        """Return a block to copy. It may be reused at once: copy it before anything is written."""
-        return next(iter(self._tails.get(key, ())), None)
+    def find_tail(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """Return a block to copy, and the length of its tail: the longest that these tokens after `parent` begin with.
 
-    def publish_tail(self, key: bytes, blocks: Sequence[int], num_tokens: int) -> None:
-        """Publish the tail of a computed text of `num_tokens` tokens under `key`; its whole blocks were published."""
-        number = (num_tokens - 1) // self.block_tokens
+        The block may be reused at once: copy it before anything is written.
+        """
+        lengths = self._tail_lengths.get(parent)
+        if not lengths:
+            return None
+        raw = array("q", tokens).tobytes()
+        for length in sorted(lengths, reverse=True):
+            blocks = self._tails.get(_hash(parent, raw[: 8 * length])) if length <= len(tokens) else None
+            if blocks:
+                return next(iter(blocks)), length
+        return None
+
+    def publish_tail(self, tokens: Sequence[int], blocks: Sequence[int], num_tokens: int) -> None:
+        """Publish the end of the first `num_tokens` tokens, which are computed; their whole blocks were published."""
+        number, length = divmod(num_tokens, self.block_tokens)
+        if not length:
+            return
         block = blocks[number]
         parent = self._key_before(blocks, number)
-        if not key or parent is None or block in self._stale:
+        if parent is None or block in self._stale:
             return
-        self._forget_tail(block)
-        self._tails.setdefault(key, {})[block] = None
-        self._tail_keys[block] = key
+        tail = _Tail(
+            parent, length, _hash(parent, array("q", tokens[number * self.block_tokens : num_tokens]).tobytes())
+        )
+        tails = self._tails_of.setdefault(block, [])
+        if tail not in tails:
+            tails.append(tail)
+            self._tails.setdefault(tail.key, {})[block] = None
+            self._tail_lengths.setdefault(parent, Counter())[length] += 1
 
     def _key_before(self, blocks: Sequence[int], number: int) -> bytes | None:
         """Return the key of the text before a block; None if that was not published."""
-        return self._keys[blocks[number - 1]] if number else _ROOT
+        return self._keys[blocks[number - 1]] if number else ROOT
 
-    def _forget_tail(self, block: int) -> None:
-        key = self._tail_keys.pop(block, None)
-        if key is None:
-            return
-        del self._tails[key][block]
-        if not self._tails[key]:
-            del self._tails[key]
+    def _forget_tails(self, block: int) -> None:
+        for parent, length, key in self._tails_of.pop(block, ()):
+            del self._tails[key][block]
+            if not self._tails[key]:
+                del self._tails[key]
+            lengths = self._tail_lengths[parent]
+            lengths[length] -= 1
+            if not lengths[length]:
+                del lengths[length]
+            if not lengths:
+                del self._tail_lengths[parent]
 
     def forget(self) -> None:
         """Match no block computed so far again, since the weights changed. Held blocks stay held."""
@@ -146,7 +179,8 @@ class KvCache:
         self._keys = [None] * len(self._keys)
         self._known.clear()
         self._tails.clear()
-        self._tail_keys.clear()
+        self._tails_of.clear()
+        self._tail_lengths.clear()
         self._empty += self._idle
         self._idle.clear()
 
@@ -176,10 +210,10 @@ class KvCache:
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
         key = self._keys[block]
-        assert key is not None
-        del self._known[key]
-        self._keys[block] = None
-        self._forget_tail(block)
+        if key is not None:
+            del self._known[key]
+            self._keys[block] = None
+        self._forget_tails(block)
         return block
 
     def release(self, blocks: list[int]) -> None:
@@ -189,11 +223,12 @@ class KvCache:
             if self._num_holders[block]:
                 continue
             key = self._keys[block]
-            if key is not None and self._known.setdefault(key, block) == block:
+            is_known = key is not None and self._known.setdefault(key, block) == block
+            if is_known or (key is None and block in self._tails_of):
                 self._idle[block] = None
             else:
                 self._keys[block] = None
-                self._forget_tail(block)
+                self._forget_tails(block)
                 self._stale.discard(block)
                 self._empty.append(block)
         blocks.clear()
@@ -206,12 +241,18 @@ class KvCache:
         assert len(self._num_holders) == len(self._keys) <= self.num_blocks
         assert self.num_used == len(held)
         assert all(self._keys[block] == key for key, block in self._known.items())
-        assert set(self._idle) == set(self._known.values()) - set(held), "idle is known and not held"
+        found = {*self._known.values(), *(block for block in self._tails_of if self._keys[block] is None)}
+        assert set(self._idle) == found - set(held), "idle can be found, and is not held"
         assert all(self._keys[block] is None for block in [*self._empty, *self._stale])
         assert self._stale <= set(held)
-        assert {block: key for key, its in self._tails.items() for block in its} == self._tail_keys
-        assert all(self._tails.values())
-        assert self._tail_keys.keys() <= {*held, *self._idle} - self._stale
+        tails = [(block, tail) for block, its in self._tails_of.items() for tail in its]
+        assert {key: set(its) for key, its in self._tails.items()} == {
+            key: {block for block, tail in tails if tail.key == key} for key in {tail.key for _, tail in tails}
+        }
+        lengths = Counter((tail.parent, tail.length) for _, tail in tails)
+        assert lengths == {(one, length): num for one, its in self._tail_lengths.items() for length, num in its.items()}
+        assert all(self._tail_lengths.values())
+        assert self._tails_of.keys() <= {*held, *self._idle} - self._stale
 
 
 def _chain(parent: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
