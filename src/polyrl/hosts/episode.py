@@ -107,9 +107,13 @@ class EpisodeEnd(Struct, frozen=True, kw_only=True):
 class PlayedEnvironment(Protocol):
     """An environment that a host plays: a package's, through its adapter, or a person's own."""
 
-    name: str
-    num_tasks: int | None
-    """None: tasks are made from any number. Known after `start`."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Known after `start`. None: tasks are made from any number."""
+        ...
 
     async def start(self) -> None:
         """Get ready. Raises UserError for settings that cannot be used."""

@@ -13,6 +13,7 @@ Left out: verifiers' tokens and log-probabilities. The run has its own.
 
 import asyncio
 import itertools
+import logging
 from typing import Any, Literal
 
 from polyrl.errors import UserError, one_line
@@ -45,6 +46,7 @@ class VerifiersEnvironment:
         vf = need("verifiers.v1", _PACKAGE)
         loaders = need("verifiers.v1.utils.loaders", _PACKAGE)
         register()
+        logging.getLogger("verifiers").setLevel(logging.WARNING)  # it tells every episode otherwise
         try:
             self._env = await asyncio.to_thread(self._load, loaders)
             self._context = self._model_context(vf)
