@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modules", default="", metavar="DIR", help="where module:Class is looked for too, beside the current folder"
     )
+    parser.add_argument(
+        "--chat", action="append", default=[], metavar="KEY=VALUE", help="for the chat template: enable_thinking=false"
+    )
     trying = parser.add_argument_group("try")
     policy = trying.add_mutually_exclusive_group()
     policy.add_argument("--human", action="store_true", help="play by typing the answers, a line each")
@@ -80,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     look_in(args.modules)
     _show_to_children(args.modules)
     settings = apply_overrides({}, given, example="game=FrozenLake-v0")
-    wanted = WantedEnvironment(name, settings, args.model, args.turns)
+    chat_options = apply_overrides({}, args.chat, example="enable_thinking=false")
+    wanted = WantedEnvironment(name, settings, args.model, args.turns, chat_options)
     if verb == "try":
         return _try(args, wanted)
     own_name = _default_name() if args.name is None else args.name

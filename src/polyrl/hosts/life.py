@@ -22,6 +22,8 @@ class WantedEnvironment(NamedTuple):
     model: str | None = None
     """The model's directory, for its tokenizer and chat template."""
     max_turns: int | None = None
+    chat_options: Mapping[str, Any] = {}
+    """Arguments of the chat template beside the messages, such as enable_thinking."""
 
 
 @asynccontextmanager
@@ -30,8 +32,13 @@ async def opened(wanted: WantedEnvironment) -> AsyncIterator[PlayedEnvironment]:
     text = None if wanted.model is None else load_text(wanted.model)
     family = None if text is None or wanted.model is None else find_family(wanted.model, text)
     context = None if wanted.model is None else read_facts(wanted.model).max_context
-    front = HostFront(max_context=_ANY_CONTEXT if context is None else context, text=text, family=family)
-    parts = HostParts(front, text, family, wanted.model or "")
+    front = HostFront(
+        max_context=_ANY_CONTEXT if context is None else context,
+        text=text,
+        family=family,
+        chat_options=wanted.chat_options,
+    )
+    parts = HostParts(front, text, family, wanted.model or "", wanted.chat_options)
     environment = find_environment(wanted.name, wanted.args, parts, max_turns=wanted.max_turns)
     await front.start()
     try:

@@ -94,7 +94,8 @@ def _environment(recipe: Recipe, domain: DomainSection, verb: str) -> list[str]:
     """Return the arguments that name an environment and its settings."""
     modules = ["--modules", recipe.modules] if recipe.modules else []
     settings = [f"{key}={inline(value)}" for key, value in domain.environment_args.items()]
-    return ["env", verb, domain.environment, "--model", recipe.model.path, *modules, *settings]
+    chat = [one for key, value in domain.chat_template_kwargs.items() for one in ("--chat", f"{key}={inline(value)}")]
+    return ["env", verb, domain.environment, "--model", recipe.model.path, *modules, *chat, *settings]
 
 
 def arguments(recipe: Recipe, domain: DomainSection, run_dir: Path, url: str, name: str) -> list[str]:
