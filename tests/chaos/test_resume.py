@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import children
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.run import checkpoints
@@ -148,20 +149,6 @@ AHEAD = (
     "train.mode=async", "train.max_staleness=2", "rounds.tail_batching=prompts", "fleet.workers=1", "fleet.wait=true",
     "fleet.settings={ slots = 8, kv_tokens = 4096 }",
 )  # fmt: skip
-
-
-def children(pid: int, word: str) -> list[int]:
-    """Processes that this one started, of that command."""
-    found = []
-    for name in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        try:
-            stat = (Path("/proc") / name / "stat").read_text()
-            words = (Path("/proc") / name / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if int(stat.rpartition(")")[2].split()[1]) == pid and word.encode() in words:
-            found.append(int(name))
-    return found
 
 
 def test_with_rounds_ahead_trainer_worker_and_manager_are_killed_and_nothing_is_lost(model: Path, tmp_path: Path):
