@@ -41,9 +41,10 @@ test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real m
 test-gpu-scripts: setup ## run the scripts for GPUs with tiny models on the CPU (minutes)
 	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu $(ARGS)
 
-test-environments: environments ## play public environments (installs their packages once)
+test-environments: setup environments ## play public environments, and train on three while processes are killed (installs their packages once)
 	.venv-environments/bin/python -m pytest tests/hosts $(ARGS)
 	.venv-openenv/bin/python -m pytest tests/hosts/test_packages.py $(ARGS)
+	$(BIN)/python -m pytest -m environments tests/environments $(ARGS)
 
 environments: ## install public environments beside PolyRL: verifiers and OpenEnv need different libraries (minutes, once)
 	@test -d .venv-environments || $(PYTHON) -m venv .venv-environments
