@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.chaos.training_runs import children, end_of, polyrl, rewards, wait_for
+from tests.chaos.training_runs import end_of, polyrl, rewards, wait_for
+from tests.processes import children
 
 from polyrl.starters import agents
 from polyrl.telemetry.metrics import read_metrics

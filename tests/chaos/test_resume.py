@@ -15,11 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-<<<<<<< HEAD
-from tests.chaos.training_runs import children, end_of, polyrl, rewards, wait_for
-=======
+from tests.chaos.training_runs import end_of, polyrl, rewards, wait_for
 from tests.processes import children
->>>>>>> packages
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.run import checkpoints

@@ -34,20 +34,6 @@ def rewards(run_dir: Path) -> dict[int, list[object]]:
     return {int(line["step"] or 0): [line[name] for name in told] for line in lines}
 
 
-def children(pid: int, word: str) -> list[int]:
-    """Processes that this one started, of that command."""
-    found = []
-    for name in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        try:
-            stat = (Path("/proc") / name / "stat").read_text()
-            words = (Path("/proc") / name / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if int(stat.rpartition(")")[2].split()[1]) == pid and word.encode() in words:
-            found.append(int(name))
-    return found
-
-
 def wait_for(holds: Callable[[], bool], process: subprocess.Popen[bytes], pause_s: float = 0.01) -> None:
     until = time.monotonic() + 120.0
     while not holds():
