@@ -1,7 +1,7 @@
 """Five hundred episodes at once whose tools take 1 to 20 s: engines stay busy, the manager is idle, memory is bounded.
 
 Real processes: a manager, four workers with emulated engines of 32 slots, two hosts. An answer takes 6 s, a tool 10.5
-on average: of 500 episodes about 180 want a slot at any moment, and there are 128. Nothing dies: test_episodes.py kills.
+on average: of 500 episodes about 180 want a slot at any moment, and there are 128. test_episodes.py kills them.
 """
 
 import asyncio
