@@ -9,6 +9,9 @@ _LOOK_BACK = 8
 """Calls that a prompt is compared with: harnesses go on from a recent one, or from the first."""
 
 
+_FORGOTTEN = np.zeros(0, np.int64)
+
+
 class GrownPrompt(NamedTuple):
     """A prompt as the first `kept` tokens of what call `base` saw and drew, and further ones."""
 
@@ -18,7 +21,7 @@ class GrownPrompt(NamedTuple):
 
 
 class CallMemory:
-    """Everything that each call saw and drew."""
+    """Everything that each call saw and drew, of those that a prompt is compared with."""
 
     def __init__(self) -> None:
         self._seen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
@@ -40,6 +43,8 @@ class CallMemory:
 
     def add(self, prompt: Sequence[int], drawn: Sequence[int]) -> None:
         self._seen.append(np.concatenate([np.asarray(prompt, np.int64), np.asarray(drawn, np.int64)]))
+        if len(self._seen) > _LOOK_BACK + 1:  # otherwise an episode's memory would grow with the square of its calls
+            self._seen[-_LOOK_BACK - 1] = _FORGOTTEN
 
 
 def _num_shared(

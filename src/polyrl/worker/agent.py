@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("polyrl.worker")
 
 _ENDS_TOGETHER_S = 0.005
-"""Answers that end within this time are reported in one frame."""
+"""After a report of answers that ended, others wait for so long and are reported in one frame. The first is sent at
+once: it is waited for, and its slot is free."""
 _WELCOME_S = 10.0
 """A manager that has taken a connection answers within this time."""
 
@@ -116,7 +117,7 @@ class WorkerAgent:
         self._failing: dict[LeaseId, asyncio.Task[None]] = {}
         """Leases that we ended, until their engine has let go of them."""
         self._has_ends = asyncio.Event()
-        """Set when an answer has ended: its end is sent early, since it is waited for and its slot is free."""
+        """Set when an answer has ended: its end is sent early."""
         self._info: EngineInfo | None = None
         self._announced: Version | None = None
         """The version that was reported to the manager on this connection."""
@@ -495,12 +496,15 @@ class WorkerAgent:
 
     async def _flush_often(self) -> None:
         assert self._session is not None
+        ends_from = 0.0
         while True:
             wait_s = until_next(self._session.flush_interval_s, self._session.flush_phase_s, time.time())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._has_ends.wait()
-                    await asyncio.sleep(_ENDS_TOGETHER_S)
+                    await asyncio.sleep(ends_from - time.monotonic())
+            if self._has_ends.is_set():
+                ends_from = time.monotonic() + _ENDS_TOGETHER_S
             self._has_ends.clear()
             await self._flush()
 
