@@ -51,3 +51,12 @@ def test_the_scheduler_waits_for_all_functions_that_score_a_domain_however_they_
     both = "rewards.functions=[{function = 'math'}, {function = 'own:style'}]"
     assert scheduler_config(recipe(both), [10]).rewards.t_max_s == 2 * one
     assert scheduler_config(recipe(both, "data.reward=['math', 'style', 'own:more']"), [10]).rewards.t_max_s == 3 * one
+
+
+def test_learned_limits_are_the_schedulers_and_the_wall_time_behind_them_is_longer_than_any_queue():
+    made = recipe("rewards.adaptive=true", "rewards.t_min_s=1", "rewards.t_max_s=10", "rewards.timeout_s=3")
+    rules = scheduler_config(made, [100]).rewards
+    assert (rules.adaptive, rules.t_min_s, rules.t_max_s, rules.max_attempts) == (True, 1.0, 10.0, 3)
+    assert made.rewards.wall_s == 22.0 and rules.wall_s >= (START_TIMEOUT_S + 22.0) * (16 / 2)
+    plain = scheduler_config(recipe(), [100]).rewards
+    assert not plain.adaptive and plain.wall_s == 0.0

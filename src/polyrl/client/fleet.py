@@ -80,6 +80,8 @@ class Sample(NamedTuple):
     """The parts of the reward, by name."""
     calls: tuple[EpisodeCall, ...] = ()
     """The calls of an episode, in order. Empty: the sample is one answer to its group's prompt."""
+    limit_s: float = 0.0
+    """For its reward, where limits are learned: the CPU time that a program in the answer may take. Otherwise 0."""
 
     @property
     def name(self) -> str:
@@ -473,10 +475,11 @@ class Fleet:
             task.add_done_callback(lambda _: self._scoring.pop(key, None))
 
     async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
-        sample = _sample(one.answer, one.origin)
+        rules = self._config.rewards
+        sample = _sample(one.answer, one.origin)._replace(limit_s=one.timeout_s if rules.adaptive else 0.0)
         outcome: frames.RewardOutcome = "scored"
         result = RewardResult(0.0)
-        limit = asyncio.timeout(one.timeout_s)
+        limit = asyncio.timeout(max(one.timeout_s, rules.wall_s))
         try:
             async with limit:
                 given = 0.0 if self._fault(sample) else await reward_of(sample)  # no tokenizer knows ids that are none

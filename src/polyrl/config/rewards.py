@@ -47,6 +47,12 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The number of processes in the pool that functions run in."""
     timeout_s: Positive = 30.0
     """A reward that takes longer has failed, and its sample is dropped."""
+    adaptive: bool = False
+    """Learn the CPU time that each row's answers need, from correct ones, and end others soon after it."""
+    t_min_s: Positive = 2.0
+    """With `adaptive`: the least CPU time that an answer has."""
+    t_max_s: Positive = 30.0
+    """With `adaptive`: the most CPU time that an answer has, and all that it has before a correct one is known."""
     slots: AtLeastOne | None = None
     """The most rewards in progress at once; none: 8 per process. More is for async functions that wait."""
     row_failures: AtLeastOne = 8
@@ -61,6 +67,13 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise ValueError(f"functions.{index}.name: {name!r} is there twice")
+        if self.t_max_s < self.t_min_s:
+            raise ValueError(f"t_max_s: {self.t_max_s:g} is below t_min_s = {self.t_min_s:g}")
+
+    @property
+    def wall_s(self) -> float:
+        """The wall time of a function. A limit of CPU time has this behind it, for what waits instead of computing."""
+        return max(self.timeout_s, 2.0 * self.t_max_s + 2.0) if self.adaptive else self.timeout_s
 
     @property
     def max_under_way(self) -> int:

@@ -74,7 +74,7 @@ async def connected(
 
     async def reward_of(sample: Sample) -> RewardResult:
         origin, answer = sample.origin, sample.tokens.tolist()
-        found = await tasks.score(origin.domain, origin.prompt, answer, sample.finish)
+        found = await tasks.score(origin.domain, origin.prompt, answer, sample.finish, sample.limit_s)
         is_known = found.cpu_s is not None  # otherwise there is nothing to learn from
         return RewardResult(
             found.score, is_known and bool(found.correct), found.cpu_s or 0.0, found.parts, found.outcome

@@ -68,11 +68,13 @@ def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
     """
     rewards, slots = recipe.rewards, recipe.rewards.max_under_way
     functions = max(1, *(len(recipe.rewards_of(domain)) for domain in recipe.data.all_domains))
-    longest_s = functions * (START_TIMEOUT_S + rewards.timeout_s) * (1 + math.ceil(slots / rewards.processes))
+    longest_s = functions * (START_TIMEOUT_S + rewards.wall_s) * (1 + math.ceil(slots / rewards.processes))
+    adaptive = rewards.adaptive
     return RewardConfig(
-        adaptive=False,
-        t_min_s=min(2.0, longest_s),
-        t_max_s=longest_s,
+        adaptive=adaptive,
+        t_min_s=rewards.t_min_s if adaptive else min(2.0, longest_s),
+        t_max_s=rewards.t_max_s if adaptive else longest_s,
+        wall_s=longest_s if adaptive else 0.0,
         max_attempts=MAX_ATTEMPTS,
         slots=slots,
         as_finished=as_finished,

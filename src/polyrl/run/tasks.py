@@ -50,8 +50,11 @@ class Tasks(Protocol):
         """The digest of each domain's prompts in order; empty where the recipe alone determines them."""
         ...
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
-        """Return the reward. Raises if there is none: a missing reward is never a zero."""
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0) -> Reward:
+        """Return the reward. Raises if there is none: a missing reward is never a zero.
+
+        `limit_s` is the CPU time that the answer's program may take; 0: no limit was learned.
+        """
         ...
 
     @property
@@ -161,14 +164,16 @@ class RecipeTasks:
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0) -> Reward:
         """Raises RewardFailed and RewardUnavailable."""
-        return await self._score(domain, None, prompt, answer, finish)
+        return await self._score(domain, None, prompt, answer, finish, limit_s)
 
-    async def _score(self, domain: int, validation: str | None, prompt: int, answer: list[int], finish: str) -> Reward:
+    async def _score(
+        self, domain: int, validation: str | None, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0
+    ) -> Reward:
         task, written = self._asked(domain, validation, prompt)
         text = self._tokenizer.text(answer)
-        given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
+        given = RewardInput(written, text, task.expected, task.fields, finish, len(answer), limit_s)
         of, row = self._domains[domain], (domain, validation, prompt)
         if row in self._watch.quarantined:
             raise RewardFailed(f"{_row_name(of, validation, prompt)} is quarantined: {self._watch.quarantined[row]}")
@@ -198,7 +203,7 @@ class RecipeTasks:
         if not state.running and not num_failed:
             return None
         failed = (num_failed, self._last_failure)
-        return UnderWay(state.running, self._wanted.timeout_s, (state.longest_s, state.longest), failed)
+        return UnderWay(state.running, self._wanted.wall_s, (state.longest_s, state.longest), failed)
 
     def reward_metrics(self) -> dict[str, float]:
         return {**self._watch.take_metrics(), "reward/scored_before": self._once.num_saved}
@@ -249,7 +254,7 @@ def _make_pool(wanted: RewardsSection, log: Path | None) -> RewardPool:
     memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
     return RewardPool(
         wanted.processes,
-        wanted.timeout_s,
+        wanted.wall_s,
         together=math.ceil(wanted.max_under_way / wanted.processes),
         surroundings=Surroundings(log, memory_bytes, wanted.environment),
     )

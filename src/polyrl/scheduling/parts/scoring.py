@@ -55,7 +55,8 @@ def _start(desk: Desk, sample: TrackedSample, group: TrackedGroup, now: Seconds)
     draw = quick_unit(sample_id ^ desk.config.seed ^ attempt << 32)
     limit = desk.budgets.limit(case_of(desk, group), draw)
     timeout_s = limit.timeout_s
-    desk.scoring.running[sample_id] = now + _BACKSTOP_S + _BACKSTOP_FACTOR * timeout_s
+    wall_s = _BACKSTOP_S + _BACKSTOP_FACTOR * timeout_s
+    desk.scoring.running[sample_id] = now + max(wall_s, desk.config.rewards.wall_s)
     if _LOOK not in desk.deadlines.entries:
         desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
     desk.commands.append(Score(sample_id, attempt, timeout_s, limit.why))

@@ -37,6 +37,8 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The most test cases that are remembered."""
     slots: AtLeastOne = 64
     """Rewards that run at once."""
+    wall_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    """The least wall time after which an attempt that nobody answers is lost, the wait for a process included."""
     as_finished: bool = True
     """Score each sample when its answer ends. Off: all of a round when the last one has ended."""
 
