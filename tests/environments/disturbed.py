@@ -1,9 +1,10 @@
-"""A recipe of examples/environments trained here, with a worker beside it; undisturbed, or with processes killed.
+"""A recipe of examples/environments, trained with a worker beside it; undisturbed, or with processes killed.
 
-    python -m tests.environments.disturbed frozen-lake --model models/frozen-lake --python .venv-environments
+    polyrl train examples/environments/frozen-lake.toml environments.python=.venv-environments --run-dir runs/lake
+    python -m tests.environments.disturbed frozen-lake --model models/frozen-lake --against runs/lake
 
-trains it twice and prints the rewards of both. A host and the manager that are killed are started again by the run; a
-worker by this script.
+trains it again, kills a worker, the host and the manager on the way, and compares the rewards of each step. Hosts and
+managers that are killed are started again by the run; workers by this script.
 """
 
 import argparse
@@ -89,16 +90,10 @@ class TrainedHere:
 
     @property
     def num_steps(self) -> int:
-        return len(self.steps())
-
-    def steps(self) -> list[dict[str, Any]]:
-        file = self.run_dir / "metrics.jsonl"
-        return [dict(line) for line in read_metrics(file)] if file.is_file() else []
+        return len(self.rewards())
 
     def rewards(self) -> list[tuple[Any, ...]]:
-        """Mean and spread of the rewards of each step, and the tokens that were drawn."""
-        told = ("step", "reward/mean", "reward/std", "token/response_length/mean")
-        return [tuple(line.get(name) for name in told) for line in self.steps()]
+        return rewards_of(self.run_dir)
 
     def _start_worker(self) -> None:
         url = json.loads((self.run_dir / "manager.json").read_text())["url"]
@@ -132,21 +127,28 @@ class TrainedHere:
             raise AssertionError(f"{what}\n{log[-3000:]}")
 
 
+def rewards_of(run_dir: Path) -> list[tuple[Any, ...]]:
+    """Mean and spread of the rewards of each step, and the tokens that were drawn."""
+    told = ("step", "reward/mean", "reward/std", "token/response_length/mean")
+    file = run_dir / "metrics.jsonl"
+    return [tuple(line.get(name) for name in told) for line in read_metrics(file)] if file.is_file() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--python", type=Path, default=package_python())
-    parser.add_argument("settings", nargs="*")
+    parser.add_argument("--against", type=Path, required=True, help="the directory of an undisturbed run")
     args = parser.parse_args()
-    for name, kills in (("undisturbed", {}), ("killed", {2: "worker", 4: "env", 6: "manager", 8: "env", 10: "worker"})):
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            run = TrainedHere(args.recipe, args.model, args.python, Path(folder) / name, tuple(args.settings))
-            run.play(kills)
-            print(f"{name}: {time.monotonic() - began:.0f} s, killed: {', '.join(run.killed) or 'nobody'}")
-            for line in run.rewards():
-                print("  ", *line, flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        run = TrainedHere(args.recipe, args.model, args.python, Path(folder) / "killed")
+        run.play({2: "worker", 4: "env", 6: "manager", 9: "env", 12: "worker"})
+        print(f"{time.monotonic() - began:.0f} s, killed: {', '.join(run.killed)}")
+        expected = rewards_of(args.against)
+        print(*run.rewards(), sep="\n")
+        print("the same as undisturbed" if run.rewards() == expected else "NOT the same as undisturbed")
 
 
 if __name__ == "__main__":

@@ -99,3 +99,20 @@ def test_processes_that_a_killed_host_left_behind_in_sessions_of_their_own_are_e
     finally:
         other.kill()
         other.wait()
+
+
+def test_processes_that_an_environment_starts_find_the_modules_beside_it(tmp_path: Path):
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "served.py").write_text(
+        "import subprocess, sys\n"
+        "class Served:\n"
+        "    num_tasks = 3\n"
+        "    def __init__(self):\n"
+        "        subprocess.run([sys.executable, '-c', 'import beside'], check=True)\n"
+        "    def play(self, base_url, task, seed):\n"
+        "        return 1.0\n"
+    )
+    argv = [sys.executable, "-m", "polyrl", "env", "check", "served:Served", "--modules", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"num_tasks": 3' in done.stdout.replace('":3', '": 3')
