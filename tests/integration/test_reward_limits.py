@@ -1,6 +1,7 @@
 """Learned time limits in live runs: they are learned from correct answers, and a run that goes on still knows them."""
 
 from pathlib import Path
+from typing import cast
 
 from tests.integration.desks import bare_desk, model, polyrl
 
@@ -36,7 +37,7 @@ def run_to(steps: int, *words: str) -> list[float]:
     assert process.returncode == 0, said + errors
     told = read_metrics(Path("runs/tiny/metrics.jsonl"))
     assert len(told) == steps
-    return [line["reward/limit_s/mean"] for line in told]
+    return [cast("float", line["reward/limit_s/mean"]) for line in told]
 
 
 def test_limits_are_learned_from_correct_answers_and_outlive_a_restart(bare_desk: Path):

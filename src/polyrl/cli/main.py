@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "plot": CliCommand("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),
     "replay": CliCommand("run a journal again and compare every command", "polyrl.cli.replay"),
     "samples": CliCommand("show what the model answered, and what each answer was worth", "polyrl.cli.samples"),
+    "rewards": CliCommand("score a file of answers with a recipe's rewards", "polyrl.cli.rewards"),
     "story": CliCommand("say why a sample took as long as it did", "polyrl.cli.story"),
 }
 

@@ -127,6 +127,10 @@ class RecipeTasks:
         self._why_hopeless = ""
 
     @property
+    def tokenizer(self) -> ModelTokenizer:
+        return self._tokenizer
+
+    @property
     def num_prompts(self) -> list[int]:
         return [domain.training.num_prompts for domain in self._domains]
 
@@ -160,6 +164,14 @@ class RecipeTasks:
             with contextlib.suppress(RewardUnavailable):
                 return (await self._score(domain, name, prompt, answer, finish)).score
         return (await self._score(domain, name, prompt, answer, finish)).score
+
+    def read(self, domain: int, prompt: int) -> tuple[Task, str]:
+        """Return a task to train on, and its prompt as the model sees it."""
+        return self._asked(domain, None, prompt)
+
+    async def score_given(self, domain: int, given: RewardInput) -> Reward:
+        """Score an answer from anywhere. Raises RewardFailed and RewardUnavailable."""
+        return await weighing.score(self._pool, self._domains[domain].rewards, given, self._solved_above, self._once)
 
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)

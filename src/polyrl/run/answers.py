@@ -1,0 +1,102 @@
+"""Answers of a file, scored with a recipe's rewards: what `polyrl rewards` does, without the terminal.
+
+A line is an object with `answer`, a text, and either `prompt`, the number of a prompt of the recipe's data, or `row`,
+the columns of a row. `domain` names the domain if there are several.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from polyrl.config.recipe import Recipe
+from polyrl.data.prompts import to_task
+from polyrl.data.rows import Row
+from polyrl.errors import PolyrlError, UserError
+from polyrl.rewards.reward import OURS, Reward, RewardInput
+from polyrl.run.tasks import RecipeTasks, load_tasks
+
+MAX_ANSWERS = 200_000
+
+
+class AnswerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    answer: str
+    prompt: int | None = None
+    row: dict[str, Any] | None = None
+    domain: str = ""
+
+
+class ScoredLine(NamedTuple):
+    line: int
+    """The number of the line in its file; the first is 1."""
+    domain: str
+    answer: str
+    reward: Reward | None
+    why: str
+    """Why there is no reward."""
+
+
+def read_answers(path: Path) -> list[tuple[int, AnswerLine]]:
+    """Return the answers, each with the number of its line. Raises UserError, with file and line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    if len(lines) > MAX_ANSWERS:
+        raise UserError(f"{path}: {len(lines):,} lines, expected at most {MAX_ANSWERS:,}")
+    found = [(number, _read(path, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError(f'{path}: has no answers, expected lines such as {{"prompt": 0, "answer": "4"}}')
+    return found
+
+
+def _read(path: Path, number: int, line: bytes) -> AnswerLine:
+    try:
+        read = msgspec.json.decode(line, type=AnswerLine)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}:{number}: {error}") from error
+    if (read.prompt is None) == (read.row is None):
+        raise UserError(f"{path}:{number}: expected either `prompt`, a number, or `row`, the columns of a row")
+    return read
+
+
+async def score_answers(recipe: Recipe, path: Path) -> list[ScoredLine]:
+    """Score every answer of a file. Raises UserError for a file or a recipe that is wrong."""
+    lines = read_answers(path)
+    tasks = load_tasks(recipe)
+    places = asyncio.Semaphore(recipe.rewards.max_under_way)
+    try:
+        inputs = [(number, *_input(recipe, tasks, path, number, one)) for number, one in lines]
+
+        async def score(number: int, domain: int, given: RewardInput) -> ScoredLine:
+            name = tasks.names[domain]
+            async with places:
+                try:
+                    return ScoredLine(number, name, given.answer, await tasks.score_given(domain, given), "")
+                except PolyrlError as error:
+                    return ScoredLine(number, name, given.answer, None, str(error))
+
+        return await asyncio.gather(*(score(*one) for one in inputs))
+    finally:
+        await tasks.close()
+
+
+def _input(recipe: Recipe, tasks: RecipeTasks, path: Path, number: int, line: AnswerLine) -> tuple[int, RewardInput]:
+    if line.domain and line.domain not in tasks.names:
+        raise UserError(f"{path}:{number}: domain: got {line.domain!r}, expected one of {', '.join(tasks.names)}")
+    if not line.domain and len(tasks.names) > 1:
+        raise UserError(f"{path}:{number}: domain: missing, expected one of {', '.join(tasks.names)}")
+    domain = tasks.names.index(line.domain) if line.domain else 0
+    num_tokens = len(tasks.tokenizer.tokens([line.answer])[0]) + 1
+    if line.prompt is not None:
+        if not 0 <= line.prompt < tasks.num_prompts[domain]:
+            last = tasks.num_prompts[domain] - 1
+            raise UserError(f"{path}:{number}: prompt: got {line.prompt}, expected a number from 0 to {last}")
+        task, written = tasks.read(domain, line.prompt)
+    else:
+        section = recipe.data.all_domains[domain]
+        needs_answer = any(one.function in OURS for one in recipe.rewards_of(section))
+        task = to_task(Row(f"{path}:{number}", line.row or {}), section, needs_answer=needs_answer)
+        written = tasks.tokenizer.written(task.prompt, section.chat_template_kwargs or {})
+    return domain, RewardInput(written, line.answer, task.expected, task.fields, "stop", num_tokens)

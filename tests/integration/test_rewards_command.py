@@ -1,0 +1,87 @@
+"""`polyrl rewards RECIPE FILE`: answers of a file scored as a run would score them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.integration.desks import bare_desk, model
+
+from polyrl.cli.main import main
+from polyrl.cli.rewards import histogram
+
+__all__ = ["bare_desk", "model"]  # fixtures
+RECIPE = """
+name = "tiny"
+model.path = "model"
+train.steps = 1
+rollout.max_new_tokens = 16
+data = { source = "rows.jsonl", prompts_per_step = 2, reward = "scores_of_mine:score" }
+"""
+MINE = """
+from polyrl import Reward
+
+def score(given):
+    if given.answer == "a":
+        raise ValueError("not this one")
+    outcome = "crashed" if given.answer == "b" else "scored"
+    return Reward(given.row["number"], {"length": len(given.answer)}, outcome, 0.5)
+"""
+
+
+@pytest.fixture
+def desk(bare_desk: Path) -> Path:
+    (bare_desk / "scores_of_mine.py").write_text(MINE)
+    (bare_desk / "recipe.toml").write_text(RECIPE)
+    return bare_desk
+
+
+def write(*lines: object) -> None:
+    Path("answers.jsonl").write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
+
+
+def test_answers_are_scored_by_the_number_of_their_prompt_or_by_a_row_of_their_own(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    write(
+        {"prompt": 3, "answer": "cd"}, "", {"row": {"prompt": "x", "number": 7.5}, "answer": "b"},
+        {"prompt": 0, "answer": "a"},
+    )  # fmt: skip
+    assert main(["rewards", "recipe.toml", "answers.jsonl", "--json"]) == 1
+    first, second, third = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first == {
+        "line": 1, "domain": first["domain"], "reward": 3.0, "parts": {"length": 2.0}, "outcome": "scored",
+        "cpu_s": 0.5, "correct": True,
+    }  # fmt: skip
+    assert (second["line"], second["reward"], second["outcome"]) == (3, 7.5, "crashed")
+    assert third["reward"] is None and "ValueError: not this one" in third["why"]
+    assert main(["rewards", "recipe.toml", "answers.jsonl", "--limit", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "2 further answers; --limit shows more" in shown and "mean 5.25 of 2 answers" in shown
+    assert "1 answers have no reward" in shown and "█" in shown
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "answers.jsonl: has no answers, expected lines such as"),
+        (["{"], "answers.jsonl:1: "),
+        ([{"prompt": 0, "answer": "x"}, {"answer": "x"}], "answers.jsonl:2: expected either `prompt`, a number, or"),
+        ([{"prompt": 20, "answer": "x"}], "answers.jsonl:1: prompt: got 20, expected a number from 0 to 19"),
+        ([{"prompt": 0, "answer": "x", "domain": "no"}], "answers.jsonl:1: domain: got 'no', expected one of"),
+        ([{"prompt": 0, "answer": 5}], "answers.jsonl:1: Expected `str`, got `int`"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(
+    desk: Path, capsys: pytest.CaptureFixture[str], lines: list[object], message: str
+):
+    write(*lines)
+    assert main(["rewards", "recipe.toml", "answers.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+    assert main(["rewards", "recipe.toml", "nothing.jsonl"]) == 2
+
+
+def test_a_histogram_has_a_bin_for_each_of_few_scores_and_ten_for_many():
+    assert histogram([0.0, 1.0, 1.0]) == [("0", 1), ("1", 2)]
+    many = histogram([float(number) for number in range(100)])
+    assert len(many) == 10 and sum(num for _, num in many) == 100 and many[0] == ("0 to 9.9", 10)
