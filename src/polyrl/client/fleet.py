@@ -37,6 +37,8 @@ _WARNINGS = 5
 """Samples without a reward that are named one by one."""
 _ASK_FOR_S = 0.2
 """Prompts that took longer are sent before the next one is asked for."""
+_AGAIN_AFTER_S = 0.5
+"""A reward that could not be had is tried again after this, and after twice as long each time; its place is held."""
 _LINES_KEPT = 64
 _VERSIONS_KEPT = 64
 """Versions whose digests are remembered, beyond those that `max_staleness` allows. The manager keeps as many."""
@@ -496,6 +498,8 @@ class Fleet:
             outcome = "infrastructure_failed"
         if outcome in ("infrastructure_failed", "no_reward"):
             result = RewardResult(0.0)
+        if outcome == "infrastructure_failed" and one.attempt < rules.max_attempts:
+            await asyncio.sleep(_AGAIN_AFTER_S * 2 ** min(one.attempt - 1, 4))
         await self._state(
             lambda seq: frames.Scored(
                 seq,
