@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polyrl.bench import conversations
-from polyrl.bench.conversations import Figures, Phase, Talk, Turn, converse, read_off
+from polyrl.bench.conversations import Figures, Phase, Talk, MeasuredTurn, converse, read_off
 from polyrl.bench.engine import Work, make_model
 from polyrl.bench.machine import commit, cpu
 from polyrl.client import Fleet, Prompt, connect
@@ -111,7 +111,7 @@ class ConversationEnvironment:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
-        self.turns: list[Turn] = []
+        self.turns: list[MeasuredTurn] = []
         self.begin(Phase(at_once=1, num_turns=1, new=1))
 
     def begin(self, phase: Phase) -> None:
@@ -238,13 +238,13 @@ class Rig:
         tasks = Path(f"/proc/{self.manager.pid}/task").glob("*/schedstat") if found.exists() else ()
         return sum(int(one.read_text(encoding="ascii").split()[0]) for one in tasks) / 1e9
 
-    async def play_straight(self, phase: Phase) -> list[Turn]:
+    async def play_straight(self, phase: Phase) -> list[MeasuredTurn]:
         num = self.work.num_conversations
         self._step += 1
         wish = {"phase": phase, "first": 10_000_000 + self._step * num, "count": num}
-        return [Turn(*one) for one in (await self.straight.ask(wish))["turns"]]
+        return [MeasuredTurn(*one) for one in (await self.straight.ask(wish))["turns"]]
 
-    async def play_fleet(self, phase: Phase, step: int) -> list[Turn]:
+    async def play_fleet(self, phase: Phase, step: int) -> list[MeasuredTurn]:
         self._environment.begin(phase)
         async with asyncio.timeout(_PATIENCE_S + 600.0):
             async for group in self.fleet.round(step):
