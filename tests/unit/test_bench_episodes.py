@@ -2,7 +2,7 @@
 
 import asyncio
 
-from polyrl.bench.conversations import Phase, Talk, MeasuredTurn, converse, length_of, read_off
+from polyrl.bench.conversations import MeasuredTurn, Phase, Talk, converse, length_of, read_off
 
 TALK = Talk(model="", vocab=100, slots=2, kv_tokens=0, num_turns=3, new=10, first=5, given=2)
 PHASE = Phase(at_once=1, num_turns=3, new=10)

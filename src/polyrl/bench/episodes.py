@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polyrl.bench import conversations
-from polyrl.bench.conversations import Figures, Phase, Talk, MeasuredTurn, converse, read_off
+from polyrl.bench.conversations import Figures, MeasuredTurn, Phase, Talk, converse, read_off
 from polyrl.bench.engine import Work, make_model
 from polyrl.bench.machine import commit, cpu
 from polyrl.client import Fleet, Prompt, connect
