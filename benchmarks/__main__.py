@@ -43,6 +43,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "how fast a manager that was killed has read its run again", "two minutes", "benchmarks.recovery"
     ),
     "checkpoints": Benchmark("seconds that a step waits until it is on disk", "a minute", "benchmarks.checkpoints"),
+    "adaptive_timeout": Benchmark(
+        "learned time limits of code rewards against a fixed one of 30 s, with real programs at a scaled clock",
+        "two minutes",
+        "benchmarks.adaptive_timeout",
+    ),
     "published": Benchmark(
         "published figures of RollPacker and RLBoost beside simulated ones", "eight minutes", "benchmarks.published"
     ),

@@ -159,8 +159,11 @@ class RewardServer:
 
         def hear() -> None:
             data = self._line.recv(_READ_BYTES)
-            if not data:
+            if not data and not all(one.done() for one in running):
                 os._exit(0)  # there is nobody left to answer
+            if not data:  # all is answered: `serve` finds the same end, and closes what is open
+                loop.remove_reader(self._line)
+                return
             self._buffer += data
             begin_all()
 
