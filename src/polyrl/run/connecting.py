@@ -21,7 +21,7 @@ from polyrl.run.settings import caveat_of, manager_options, sampling_of, schedul
 from polyrl.run.tasks import Tasks
 from polyrl.weights.server import WeightServer
 from polyrl.weights.tensors import pin_buffer
-from polyrl.wire.control import AnswerRules, DrainRequest
+from polyrl.wire.control import AnswerRules, DrainRequest, Status
 from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer, Unreachable
 
@@ -113,7 +113,7 @@ def weight_server(recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: 
 
 @asynccontextmanager
 async def dismissed_at_the_end(fleet: Fleet, dialer: Dialer) -> AsyncIterator[None]:
-    """Tell all workers when the run is over: a worker that is not told dials for ten minutes. A run that was
+    """Tell all workers and hosts when the run is over: one that is not told dials for ten minutes. A run that was
     interrupted is not over."""
     try:
         yield
@@ -126,13 +126,18 @@ async def dismissed_at_the_end(fleet: Fleet, dialer: Dialer) -> AsyncIterator[No
 async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
     with contextlib.suppress(TimeoutError, Unreachable, UserError):
         async with asyncio.timeout(_DISMISS_S), dialer:
-            for worker in (await fleet.status()).workers:
-                if worker.name != local_worker.NAME:
-                    await _drain(dialer, worker.name)
-            while any(worker.name != local_worker.NAME for worker in (await fleet.status()).workers):
+            for kind, name in _others(await fleet.status()):
+                await _drain(dialer, kind, name)
+            while _others(await fleet.status()):
                 await asyncio.sleep(0.1)
 
 
-async def _drain(dialer: Dialer, name: str) -> None:
+def _others(status: Status) -> list[tuple[str, str]]:
+    """Return the kinds and names of all that joined, but for the trainer's own worker."""
+    workers = [("workers", one.name) for one in status.workers if one.name != local_worker.NAME]
+    return workers + [("hosts", one.name) for one in status.hosts]
+
+
+async def _drain(dialer: Dialer, kind: str, name: str) -> None:
     with contextlib.suppress(UserError):  # it has left meanwhile: the others are still to be told
-        await dialer.post(f"/v1/workers/{name}/drain", DrainRequest(reason="the run is over"), dict)
+        await dialer.post(f"/v1/{kind}/{name}/drain", DrainRequest(reason="the run is over"), dict)

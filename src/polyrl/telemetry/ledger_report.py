@@ -213,7 +213,7 @@ def _seconds(account: Account) -> Iterator[TableRow]:
 def _host_seconds(account: Account) -> Iterator[TableRow]:
     lines = account.ledger.hosts
     num_digits = 1 if account.now - account.started_at < _LONG_RUN_S else 0
-    yield "seconds of", "in all", "x episodes", "$/h", "$", "joined", "lost"
+    yield "seconds of", "in all", "of episodes", "$/h", "$", "joined", "lost"
     for name, line in [*lines.items()][:_MAX_ROWS]:
         seconds = (f"{one:,.{num_digits}f}" for one in (line.seconds, line.episode_seconds))
         price = f"{line.price_usd_per_hour:,.2f}"
