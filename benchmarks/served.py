@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--server", choices=["vllm", "sglang"], default="vllm", help="(default: %(default)s)")
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory (default: random weights, tiny)")
     bench.add_engine_options(parser)
+    parser.set_defaults(prompt=16, new=64)
     args = parser.parse_args(argv)
     for name in ("batch", "prompt", "new"):
         if getattr(args, name) < 1:

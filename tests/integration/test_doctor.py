@@ -298,6 +298,6 @@ def test_doctor_prints_the_command_with_which_a_host_joins(tmp_path: Path, capsy
         (tmp_path / "manager.json").write_text(json.dumps({"url": live.url, "pid": 1}))
         assert main(["doctor", str(tmp_path)]) == 1
         said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("a host joins with: polyrl env calculator --model ")
+    assert said.startswith("a host joins with: polyrl env play calculator --model ")
     assert f" --join {live.url} --token-file {tmp_path}/host.token --as calculator --slots 128 --price 0.25" in said
     assert "style=" in said and "letters" in said
