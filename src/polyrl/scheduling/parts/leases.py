@@ -17,7 +17,7 @@ from polyrl.scheduling.parts import failures, hosting
 from polyrl.scheduling.rules.staleness import oldest_version
 
 _ANY_VERSION = Version(0)
-_MOST_PASSED = 32
+_MOST_PASSED = 256
 """Episodes that are placed before the first in line is given to another worker than its own, and computed again."""
 _MORE_THAN_WERE_LOST = 1_000_000
 """Leases that no driver gives between two writes that reach the disk."""
