@@ -173,8 +173,8 @@ class AskedEngine:
         return turns
 
 
-def counts(stats: EngineStats) -> dict[str, int]:
-    return {"prefilled": stats.num_prefilled, "reused": stats.num_reused, "preempted": stats.num_preemptions}
+def counts(stats: EngineStats) -> dict[str, float]:
+    return {"prefilled": stats.num_prefilled, "reused": stats.num_reused, "cpu_s": time.process_time()}
 
 
 async def play_straight(talk: Talk) -> None:
