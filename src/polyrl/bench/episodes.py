@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polyrl.bench import conversations
-from polyrl.bench.conversations import Figures, Phase, Talk, Turn, converse, read_off
+from polyrl.bench.conversations import Figures, Phase, Talk, TimedTurn, converse, read_off
 from polyrl.bench.engine import Work, make_model
 from polyrl.bench.machine import commit, cpu
 from polyrl.client import Fleet, Prompt, connect
@@ -113,7 +113,7 @@ class ConversationEnvironment:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
-        self.turns: list[Turn] = []
+        self.turns: list[TimedTurn] = []
         self.begin(Phase(at_once=1, num_turns=1, new=1))
 
     def begin(self, phase: Phase) -> None:
@@ -241,15 +241,15 @@ class Rig:
         tasks = Path(f"/proc/{self.manager.pid}/task").glob("*/schedstat") if found.exists() else ()
         return sum(int(one.read_text(encoding="ascii").split()[0]) for one in tasks) / 1e9
 
-    async def play_straight(self, phase: Phase) -> list[Turn]:
+    async def play_straight(self, phase: Phase) -> list[TimedTurn]:
         num = self.work.num_conversations
         self._step += 1
         wish = {"phase": phase, "first": 10_000_000 + self._step * num, "count": num}
         said = await self.straight.ask(wish)
         self.straight_cpu_s = said["cpu_s"]
-        return [Turn(*one) for one in said["turns"]]
+        return [TimedTurn(*one) for one in said["turns"]]
 
-    async def play_fleet(self, phase: Phase, step: int) -> list[Turn]:
+    async def play_fleet(self, phase: Phase, step: int) -> list[TimedTurn]:
         self._environment.begin(phase)
         async with asyncio.timeout(_PATIENCE_S + 600.0):
             async for group in self.fleet.round(step):

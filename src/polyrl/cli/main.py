@@ -52,7 +52,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "data": CliCommand("make what a run starts from: prompts, or a model for the arithmetic task", "polyrl.cli.data"),
     "simulate": CliCommand("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": CliCommand("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
-    "bench": CliCommand("measure engine, train, weights or scheduler on this machine", "polyrl.cli.bench"),
+    "bench": CliCommand("measure engine, train, weights, scheduler or episodes on this machine", "polyrl.cli.bench"),
     "ledger": CliCommand("say what became of every prompt, sample, token and dollar of a run", "polyrl.cli.ledger"),
     "plot": CliCommand("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),
     "replay": CliCommand("run a journal again and compare every command", "polyrl.cli.replay"),
