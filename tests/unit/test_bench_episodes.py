@@ -2,14 +2,14 @@
 
 import asyncio
 
-from polyrl.bench.conversations import MeasuredTurn, Phase, Talk, converse, length_of, read_off
+from polyrl.bench.conversations import Phase, Talk, TimedTurn, converse, length_of, read_off
 
 TALK = Talk(model="", vocab=100, slots=2, kv_tokens=0, num_turns=3, new=10, first=5, given=2)
 PHASE = Phase(at_once=1, num_turns=3, new=10)
 
 
-def hold(index: int) -> tuple[list[MeasuredTurn], list[list[int]]]:
-    turns: list[MeasuredTurn] = []
+def hold(index: int) -> tuple[list[TimedTurn], list[list[int]]]:
+    turns: list[TimedTurn] = []
     prompts: list[list[int]] = []
 
     async def draw(prompt: list[int], num_tokens: int) -> list[int]:
@@ -40,7 +40,7 @@ def test_lengths_are_a_function_of_the_conversation_and_the_turn():
 
 def test_the_rate_is_that_of_the_middle_where_all_conversations_run():
     ends = [0.0, *(10.0 + 0.1 * number for number in range(98)), 100.0]
-    figures = read_off([MeasuredTurn(end - 0.5, end, 10, 2) for end in ends])
+    figures = read_off([TimedTurn(end - 0.5, end, 10, 2) for end in ends])
     assert round(figures.turns_per_s, 6) == 10.0
     assert round(figures.p50_ms) == round(figures.p99_ms) == 500
     assert (figures.num_prompt, figures.num_new) == (1000, 200)

@@ -64,7 +64,7 @@ class Phase(Struct, frozen=True, kw_only=True):
     new: int
 
 
-class MeasuredTurn(NamedTuple):
+class TimedTurn(NamedTuple):
     began: float
     ended: float
     num_prompt: int
@@ -84,14 +84,14 @@ def ids_of(talk: Talk, number: int, index: int, turn: int) -> list[int]:
     return [_FIRST_ID + mix64(index, turn, at) % (talk.vocab - _FIRST_ID) for at in range(number)]
 
 
-async def converse(talk: Talk, phase: Phase, index: int, draw: Draw, turns: list[MeasuredTurn]) -> None:
+async def converse(talk: Talk, phase: Phase, index: int, draw: Draw, turns: list[TimedTurn]) -> None:
     """Hold one conversation, and note its turns."""
     said = ids_of(talk, talk.first, index, -1)
     num_new = len(said)
     for turn in range(phase.num_turns):
         began = time.perf_counter()
         drawn = await draw(said, length_of(phase, index, turn))
-        turns.append(MeasuredTurn(began, time.perf_counter(), len(said), num_new))
+        turns.append(TimedTurn(began, time.perf_counter(), len(said), num_new))
         said = [*said, *drawn, *ids_of(talk, talk.given, index, turn)]
         num_new = 1 + talk.given
 
@@ -106,7 +106,7 @@ class Figures(NamedTuple):
     num_new: int
 
 
-def read_off(turns: Sequence[MeasuredTurn]) -> Figures:
+def read_off(turns: Sequence[TimedTurn]) -> Figures:
     """The rate is that of the middle: not all conversations run at the beginning, nor at the end."""
     ends = sorted(one.ended for one in turns)
     low, high = len(ends) // 10, len(ends) - 1 - len(ends) // 10
@@ -161,8 +161,8 @@ class AskedEngine:
         self.engine.generate(Job(lease, SampleId(lease), prompt, [], num_tokens, lease, Sampling(ignore_eos=True)))
         return await answer
 
-    async def play(self, talk: Talk, phase: Phase, indexes: Iterable[int]) -> list[MeasuredTurn]:
-        turns: list[MeasuredTurn] = []
+    async def play(self, talk: Talk, phase: Phase, indexes: Iterable[int]) -> list[TimedTurn]:
+        turns: list[TimedTurn] = []
         gate = asyncio.Semaphore(phase.at_once)
 
         async def one(index: int) -> None:
@@ -173,8 +173,8 @@ class AskedEngine:
         return turns
 
 
-def counts(stats: EngineStats) -> dict[str, int]:
-    return {"prefilled": stats.num_prefilled, "reused": stats.num_reused, "preempted": stats.num_preemptions}
+def counts(stats: EngineStats) -> dict[str, float]:
+    return {"prefilled": stats.num_prefilled, "reused": stats.num_reused, "cpu_s": time.process_time()}
 
 
 async def play_straight(talk: Talk) -> None:

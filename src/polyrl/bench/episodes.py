@@ -5,6 +5,8 @@ process, a worker process with the same engine, and a host in this process. Both
 so neighbours on the machine disturb them alike; `share` is the middle one of the ratios of neighbouring runs.
 
 - `turns_per_s`: twice as many conversations as the engine has slots, so that one always waits.
+- `share_of_cpu`: the same for turns a CPU-second of the engine's process. On a CPU, where the engine never idles, it
+  says what steps with an empty slot and the worker's own work cost, also on a machine that others use.
 - `turn_ms`: one conversation at a time, with short answers: what a turn takes more through the fleet.
 - `prefilled_again`: tokens that the engine computed although they had been computed before, as a share of all prompts'.
 - `death`: the same while the worker is killed on the way and another one joins.
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polyrl.bench import conversations
-from polyrl.bench.conversations import Figures, MeasuredTurn, Phase, Talk, converse, read_off
+from polyrl.bench.conversations import Figures, Phase, Talk, TimedTurn, converse, read_off
 from polyrl.bench.engine import Work, make_model
 from polyrl.bench.machine import commit, cpu
 from polyrl.client import Fleet, Prompt, connect
@@ -111,7 +113,7 @@ class ConversationEnvironment:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
-        self.turns: list[MeasuredTurn] = []
+        self.turns: list[TimedTurn] = []
         self.begin(Phase(at_once=1, num_turns=1, new=1))
 
     def begin(self, phase: Phase) -> None:
@@ -176,6 +178,7 @@ class Rig:
         (self._run_dir / "logs").mkdir(parents=True)
         self._environment = ConversationEnvironment(talk)
         self._step = 0
+        self.straight_cpu_s = 0.0
         self._stack = AsyncExitStack()
         self._url = ""
 
@@ -238,13 +241,15 @@ class Rig:
         tasks = Path(f"/proc/{self.manager.pid}/task").glob("*/schedstat") if found.exists() else ()
         return sum(int(one.read_text(encoding="ascii").split()[0]) for one in tasks) / 1e9
 
-    async def play_straight(self, phase: Phase) -> list[MeasuredTurn]:
+    async def play_straight(self, phase: Phase) -> list[TimedTurn]:
         num = self.work.num_conversations
         self._step += 1
         wish = {"phase": phase, "first": 10_000_000 + self._step * num, "count": num}
-        return [MeasuredTurn(*one) for one in (await self.straight.ask(wish))["turns"]]
+        said = await self.straight.ask(wish)
+        self.straight_cpu_s = said["cpu_s"]
+        return [TimedTurn(*one) for one in said["turns"]]
 
-    async def play_fleet(self, phase: Phase, step: int) -> list[MeasuredTurn]:
+    async def play_fleet(self, phase: Phase, step: int) -> list[TimedTurn]:
         self._environment.begin(phase)
         async with asyncio.timeout(_PATIENCE_S + 600.0):
             async for group in self.fleet.round(step):
@@ -269,21 +274,31 @@ async def _measure(work: EpisodeWork, talk: Talk, folder: Path) -> dict[str, Any
         waits: list[tuple[Figures, Figures]] = []
         again: list[float] = []
         manager_ms: list[float] = []
+        cpu_shares: list[float] = []
         for _ in range(work.num_repeats):
+            alone_cpu_s = rig.straight_cpu_s
             alone = read_off(await rig.play_straight(many))
+            alone_cpu_s = rig.straight_cpu_s - alone_cpu_s
             before, cpu_s = await rig.worker.ask({}), rig.manager_cpu_s()
             turns = await rig.play_fleet(many, step)
             through = read_off(turns)
             manager_ms.append((rig.manager_cpu_s() - cpu_s) / len(turns) * 1e3)
-            again.append(_again(before, await rig.worker.ask({}), through))
+            after = await rig.worker.ask({})
+            again.append(_again(before, after, through))
+            cpu_shares.append(alone_cpu_s / max(1e-9, after["cpu_s"] - before["cpu_s"]))
             rates.append((through.turns_per_s, alone.turns_per_s))
             waits.append((read_off(await rig.play_fleet(single, step + 1)), read_off(await rig.play_straight(single))))
             step += 2
         death = await _kill_one(rig, many, step)
-        return _result(work, talk, rates, waits, again, manager_ms, death)
+        return {**_result(work, talk, rates, waits, again, manager_ms, death), **_cpu(cpu_shares)}
 
 
-def _again(before: dict[str, int], after: dict[str, int], seen: Figures) -> float:
+def _cpu(shares: list[float]) -> dict[str, Any]:
+    ordered = [round(one, 3) for one in shares]
+    return {"share_of_cpu": round(statistics.median(shares), 3), "shares_of_cpu_of_runs": ordered}
+
+
+def _again(before: dict[str, Any], after: dict[str, Any], seen: Figures) -> float:
     """Return the share of prompts' tokens that were computed although they had been computed before."""
     return max(0, after["prefilled"] - before["prefilled"] - seen.num_new) / seen.num_prompt
 

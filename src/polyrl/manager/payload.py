@@ -166,7 +166,7 @@ class Payload:
             segments = [
                 one if one.digest else structs.replace(one, digest=self.digest_of(one.version)) for one in segments
             ]
-        calls = payload_of(text.calls)
+        calls = payload_of(text.calls) if text.calls else ()
         return SamplePayload(sample, cells, tuple(segments), text.finish, text.reward, text.parts, calls=calls)
 
     @property

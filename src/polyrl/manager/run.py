@@ -113,11 +113,12 @@ class Run:
 
     def wakeup_in(self) -> Seconds | None:
         """Return how long scheduler and hosts may be left alone; None where nothing has a deadline."""
-        now, timeout_s = self.lobby.now(), self.desk.config.environments.host_timeout_s
-        deadlines = [one.heard_at + timeout_s for one in self.lobby.hosts.values()]
-        if (at := self.scheduler.wakeup_at) is not None:
-            deadlines.append(at)
-        return max(0.0, min(deadlines) - now) if deadlines else None
+        at = self.scheduler.wakeup_at
+        if self.lobby.hosts:
+            timeout_s = self.desk.config.environments.host_timeout_s
+            silent_at = min(one.heard_at for one in self.lobby.hosts.values()) + timeout_s
+            at = silent_at if at is None else min(at, silent_at)
+        return None if at is None else max(0.0, at - self.lobby.now())
 
     def pass_time(self) -> None:
         if self.scheduler.is_due(self.lobby.now()):

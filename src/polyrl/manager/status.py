@@ -41,7 +41,7 @@ def _before_a_run(lobby: Lobby, uptime_s: float) -> Status:
         ledger={},
         refused=dict(lobby.refused),
         turned_away=_turned_away(lobby),
-        hosts=tuple(_host(one, now) for one in lobby.hosts.values()),
+        hosts=[_host(one, now) for one in lobby.hosts.values()],
     )
 
 
@@ -70,7 +70,7 @@ def _of_a_run(run: Run, uptime_s: float) -> Status:
         tokens_received=run.num_tokens,
         max_new_tokens=desk.config.max_new_tokens,
         rewards=_rewards(run, now),
-        hosts=tuple(_host(one, now, run) for one in lobby.hosts.values()),
+        hosts=[_host(one, now, run) for one in lobby.hosts.values()],
     )
 
 

@@ -141,6 +141,12 @@ def _check_queue(desk: Desk, round_: Round, name: str) -> None:
     leased = sum([one.state in LEASED for one in samples])
     _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
     unhosted = [one.id for one in samples if one.state == "unhosted"]
+    returning: dict[int, dict[SampleId, None]] = {}
+    for sample in waiting:
+        if sample.host >= 0 and not sample.num_failures and (sample.target >= 0 or sample.num_tokens):
+            returning.setdefault(sample.target, {})[sample.id] = None
+    _law(all(seat in desk.seats for seat in returning if seat >= 0), f"{name} has episodes that wait for the dead")
+    _law(round_.returning == returning, f"{name} has other episodes that wait for their worker than it says")
     _law(round_.num_unhosted == len(unhosted), f"{name} counts {round_.num_unhosted} unhosted, has {len(unhosted)}")
     without_host = frozenset(one for waiting in round_.unhosted.values() for one in waiting)
     _law(without_host.issuperset(unhosted), f"{name} has episodes that wait in no queue for a host")

@@ -257,7 +257,7 @@ class Status(Struct, frozen=True, kw_only=True):
     """Where answers end."""
     rewards: RewardsStatus | None = None
     """None: the trainer has not reported."""
-    hosts: tuple[HostStatus, ...] = ()
+    hosts: list[HostStatus] = []
 
 
 class HealthReply(Struct, frozen=True, kw_only=True):

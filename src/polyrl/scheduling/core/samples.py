@@ -143,6 +143,11 @@ class Round(Struct):
     num_unhosted: int = 0
     num_playing: int = 0
     """Episodes whose host has the move."""
+    returning: dict[int, dict[SampleId, None]] = {}
+    """By seat, waiting episodes whose last call that worker answered, first come first served. At -1, those that have
+    tokens, and whose worker is gone."""
+    num_passed: int = 0
+    """How often in a row one of those was placed before a sample that comes first."""
 
     @classmethod
     def of_asked(cls) -> "Round":

@@ -17,6 +17,8 @@ from polyrl.scheduling.parts import failures, hosting
 from polyrl.scheduling.rules.staleness import oldest_version
 
 _ANY_VERSION = Version(0)
+_MOST_PASSED = 256
+"""Episodes that are placed before the first in line is given to another worker than its own, and computed again."""
 _MORE_THAN_WERE_LOST = 1_000_000
 """Leases that no driver gives between two writes that reach the disk."""
 
@@ -45,9 +47,28 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
             worker = None if sample.target < 0 else desk.router.take(sample.target, min_version)
             if worker is None:
                 worker = choose(min_version, -1 if sample.num_tokens else group.prefix_worker)
-            if worker is None:
-                break
+                if worker is None:
+                    break
+                if round_.returning:
+                    sample = _instead(desk, round_, sample, worker.seat)
+                    group = groups[sample.group]
             _grant(desk, sample, group, round_, worker, now)
+
+
+def _instead(desk: Desk, round_: Round, sample: TrackedSample, seat: int) -> TrackedSample:
+    """Return the sample that a worker gets: rather an episode whose prompt it has computed, or one that is fresh, than
+    the first, if that one has another worker; but not for ever. Those whose worker is gone come before all."""
+    orphans = round_.returning.get(-1)
+    if orphans is not None:
+        return desk.samples[next(iter(orphans))]
+    if sample.host >= 0 and sample.target >= 0 and round_.num_passed < _MOST_PASSED:
+        own = round_.returning.get(seat)
+        other = _first_fresh(desk.samples, round_) if own is None else desk.samples[next(iter(own))]
+        if other is not None:
+            round_.num_passed += 1
+            return other
+    round_.num_passed = 0
+    return sample
 
 
 def _place_asked(desk: Desk, now: Seconds) -> None:
@@ -89,12 +110,19 @@ def _first_waiting(samples: dict[SampleId, TrackedSample], round_: Round) -> Tra
         if sample is not None and sample.num_tokens == -resumed[0][0] and _waits_here(sample):
             return sample
         heapq.heappop(resumed)
+    sample = _first_fresh(samples, round_)
+    assert sample is not None
+    return sample
+
+
+def _first_fresh(samples: dict[SampleId, TrackedSample], round_: Round) -> TrackedSample | None:
     fresh = round_.fresh
-    while True:
+    while fresh:
         sample = samples.get(fresh[-1])
         if sample is not None and sample.num_tokens == 0 and _waits_here(sample):
             return sample
         fresh.pop()
+    return None
 
 
 def _waits_here(sample: TrackedSample) -> bool:
@@ -118,6 +146,8 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     sample.seen_tokens = -1
     had_it = sample.host >= 0 and sample.writer == seat and num_tokens == sample.call_start
     """The worker answered the episode's last call, and has what it computed then."""
+    if round_.returning:
+        _forget_return(round_, sample)
     sample.target = -1
     version = sample.version
     if version == NO_VERSION or worker.version < version:
@@ -225,6 +255,8 @@ def wait(desk: Desk, sample: TrackedSample, round_: Round) -> None:
     """Have a sample wait for a worker, from the tokens that it has."""
     sample.state = "waiting"
     round_.num_waiting += 1
+    if sample.host >= 0:
+        _expect_return(desk, sample, round_)
     if sample.num_failures:
         round_.failed.append(sample.id)
     elif sample.num_tokens:
@@ -252,8 +284,35 @@ def hand_over(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None
     desk.commands.append(HandOver(worker.name, sample.lease, why))
 
 
+def _expect_return(desk: Desk, sample: TrackedSample, round_: Round) -> None:
+    """Have a waiting episode go back to its worker, or to any soon where that one is gone."""
+    if sample.target not in desk.seats:
+        sample.target = -1
+    if not sample.num_failures and (sample.target >= 0 or sample.num_tokens):
+        round_.returning.setdefault(sample.target, {})[sample.id] = None
+
+
+def worker_gone(desk: Desk, seat: int) -> None:
+    """Let the episodes that wait for a worker go to others."""
+    for round_ in desk.rounds.values():
+        for sample_id in list(round_.returning.get(seat, ())):
+            sample = desk.samples[sample_id]
+            _forget_return(round_, sample)
+            _expect_return(desk, sample, round_)
+
+
+def _forget_return(round_: Round, sample: TrackedSample) -> None:
+    """Take a sample out of those that wait for the worker of their last call, if it is one of them."""
+    returning = round_.returning.get(sample.target)
+    if returning is not None and sample.id in returning:
+        del returning[sample.id]
+        if not returning:
+            del round_.returning[sample.target]
+
+
 def stop_waiting(round_: Round, sample: TrackedSample) -> None:
     round_.num_waiting -= 1
+    _forget_return(round_, sample)
     if sample.num_failures:
         round_.failed.remove(sample.id)
 

@@ -169,6 +169,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
         leases.requeue(desk, sample, desk.round_of(sample), now, "lost")
     state.fleet.remove(worker, now)
     desk.router.update(worker)
+    leases.worker_gone(desk, worker.seat)
     _resource_pullers(desk, worker)
     forgotten = state.fleet.forget_oldest()
     if forgotten is not None:
