@@ -101,7 +101,7 @@ def test_the_copy_that_a_checkpoint_is_written_from_is_in_the_plan(folder: Path)
 )
 def test_a_row_or_a_reward_that_a_run_would_refuse_is_refused_by_the_plan(folder, tmp_path, data, words):
     (tmp_path / "sums.jsonl").write_text('{"problem": "a1b2=", "total": 3}\n')
-    own = {"source": str(tmp_path / "sums.jsonl"), "prompt_key": "problem", "reward": "builtins:float", **data}
+    own = {"source": str(tmp_path / "sums.jsonl"), "prompt_key": "problem", "reward": "math:sqrt", **data}
     tree = {"name": "x", "model": {"path": str(folder)}, "rollout": {"max_new_tokens": 64}, "data": own}
     with pytest.raises(UserError) as refused:
         show_plan(build(tree, Recipe, source="test"), Path("run"))

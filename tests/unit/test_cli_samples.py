@@ -129,7 +129,9 @@ def test_sequences_of_an_episode_are_shown_under_its_name(tmp_path: Path):
     path = write(tmp_path, 3)
     path.write_bytes(entries.encode(entries.make(3, 10, [[group]], b"", [])))
     found = [(one.name, one.prompt, one.answer, one.reward) for one in Kept(tmp_path).of_step(3)]
-    assert found == [("7/0", [3], [5], 0.0), ("7/1", [3], [5, 6, 7, 8], 0.5), ("7/1.1", [4], [9], 0.5)]
+    assert found == [("7/0", [3], [5], 0.0), ("7/1", [3], [5, 6, 7, 8], 0.5)]
+    (_, episode) = Kept(tmp_path).of_step(3)
+    assert [[list(span.tokens) for span in one] for one in episode.sequences] == [[[3], [5, 6], [7], [8]], [[4], [9]]]
 
 
 def test_steps_that_nobody_trains_again_are_kept_up_to_a_size_the_newest_longest(tmp_path: Path):

@@ -83,7 +83,7 @@ def test_hosts_calls_a_loss_and_the_end_are_told_in_order():
         "      +4.0 s  call 1 given to w1 (least loaded), after 0.0 s of waiting",
         "      +6.0 s  call 1 answered by w1 at token 20 (20 tokens in 2.0 s)",
         "      +9.0 s  call 2 made by h1, after 20 tokens",
-        "      +9.0 s  call 2 given to w1 (with its siblings), after 0.0 s of waiting",
+        "      +9.0 s  call 2 given to w1 (it answered the last call), after 0.0 s of waiting",
         "     +11.0 s  stopped on w1: its process died; at token 25 (5 tokens in 2.0 s)",
         "     +11.0 s  its host h1 is gone (its process died): it is to be begun again, 25 tokens of it are kept",
         "     +15.0 s  begun again by h2 (attempt 2), after 4.0 s of waiting",

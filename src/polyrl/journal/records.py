@@ -27,7 +27,7 @@ from polyrl.scheduling.core.desk import RULES, State, TrainerClock
 from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.fleet import FleetState, Worker
 from polyrl.scheduling.core.ledger import Ledger, WorkerLine
-from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.core.parameters import RewardConfig, SchedulerConfig
 from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.parallelism import ParallelismState
 from polyrl.scheduling.scheduler import Scheduler
@@ -286,6 +286,7 @@ _ADDED = frozenset(
         Ledger,
         WorkerLine,
         ParallelismState,
+        RewardConfig,
     )
     for field in msgspec.structs.fields(kind)
     if not field.required

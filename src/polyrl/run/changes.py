@@ -62,6 +62,7 @@ RULES: dict[str, str] = {
     "validation": _FREE,
     "rewards": _FREE,
     "rewards.functions": _HALF_DONE,
+    "environments": _FREE,
     "fleet": _FREE,
     "manager": _FREE,
     "weights": _FREE,

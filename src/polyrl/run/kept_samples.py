@@ -47,8 +47,7 @@ class KeptSpan(NamedTuple):
 class KeptSample(NamedTuple):
     step: int
     name: str
-    """GROUP/INDEX; of a trained step, the index counts those that came. The second training sequence of an episode is
-    GROUP/INDEX.1, and so on."""
+    """GROUP/INDEX; of a trained step, the index counts those that came."""
     state: KeptState
     """`rejected`: its group taught nothing; `open`: its step is not trained yet."""
     prompt: Sequence[int]
