@@ -197,9 +197,10 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
     """Run the hosts that `[environments]` asks for."""
     hosts: dict[str, HostProcess] = {}
     try:
-        for domain in recipe.data.all_domains if recipe.environments.processes else ():
+        domains = recipe.data.all_domains
+        for place, domain in enumerate(domains):
             for number in range(recipe.environments.processes) if domain.environment else ():
-                name = f"host-{number}" if len(recipe.data.all_domains) == 1 else f"host-{domain.name}-{number}"
+                name = f"host-{number}" if len(domains) == 1 else f"host-{place}-{number}"
                 command = [*_polyrl(recipe), *arguments(recipe, domain, run_dir, address.url, name)]
                 hosts[name] = HostProcess(name, command, run_dir / "logs" / f"{name}.log")
                 await hosts[name].start()
