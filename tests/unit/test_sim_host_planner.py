@@ -1,6 +1,7 @@
 """How many host processes a fleet needs: what is played, what is enough, and what the command says."""
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -67,7 +68,7 @@ def test_the_command_shows_a_table_and_the_number(tmp_path, capsys):
     assert main(command) == 0
     text = capsys.readouterr().out
     assert text.startswith("agents, seed 0: 2 steps each, 16 episodes a host process")
-    assert "< enough" in text
+    assert re.search(r"^\s*> [12] ", text, re.MULTILINE), "the row of the number that is enough"
     assert "enough: " in text
     plan = json.loads((out / "plan.json").read_text())
     assert [row["processes"] for row in plan["rows"]] == [1, 2]

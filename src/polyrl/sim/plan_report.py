@@ -34,18 +34,16 @@ def print_host_plan(plan: HostPlan) -> None:
     table = Table(
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), header_style="cyan"
     )
-    heads = ("host\nprocesses", "step\ntime", "tokens/s", "hosts\n$/h", "all\n$/h", "$/Mtok", "waiting\nfor a host")
+    heads = ("host\nproc.", "step\ntime", "tokens/s", "hosts\n$/h", "all\n$/h", "$/Mtok", "waiting\nfor host")
     for head in (*heads, "places\ntaken", "calls\nat once", "engines\nbusy"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", min_width=10)
     for row in plan.rows:
         is_needed = row == plan.needed
         cells = ["failed"] if row.problem is not None else _host_figures(row)
         table.add_row(
-            str(row.processes),
+            f"> {row.processes}" if is_needed else str(row.processes),
             *cells,
             *[""] * (9 - len(cells)),
-            "< enough" if is_needed else "",
             style="bold" if is_needed else "",
         )
     console.print(table)
