@@ -234,8 +234,8 @@ MUTATIONS = [
     Mutation(
         "weights are pulled from a worker that is gone",
         "parts/membership.py",
-        "remove(worker, now)\n    desk.router.update(worker)\n    _resource_pullers(desk, worker)\n",
-        "remove(worker, now)\n    desk.router.update(worker)\n",
+        "leases.worker_gone(desk, worker.seat)\n    _resource_pullers(desk, worker)\n",
+        "leases.worker_gone(desk, worker.seat)\n",
     ),
     Mutation(
         "a worker whose engine is down is given samples",
@@ -300,8 +300,8 @@ MUTATIONS = [
     Mutation(
         "what was shown already is taken back when a worker is lost",
         "parts/leases.py",
-        "migrate and round_ is not desk.asked:",
-        "migrate:",
+        "is_shown = round_ is desk.asked or sample.host >= 0",
+        "is_shown = sample.host >= 0",
     ),
     Mutation(
         "what a worker returned unasked goes back to it",
