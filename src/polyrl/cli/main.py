@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "manager": CliCommand("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
     "worker": CliCommand("join a fleet with one engine", "polyrl.cli.worker"),
     "env": CliCommand("play an environment's episodes for a run, or try one", "polyrl.cli.env"),
+    "dash": CliCommand("look at a run in the browser: answers, rewards, workers, money", "polyrl.cli.dash"),
     "status": CliCommand("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),
     "doctor": CliCommand("say why a run waits, for whom, since when, and what happens next", "polyrl.cli.doctor"),
     "drain": CliCommand("have a worker hand everything over and leave", "polyrl.cli.drain"),
