@@ -49,7 +49,7 @@ def table(result: dict[str, Any]) -> list[str]:
     return [
         f"manager without a page: {result['cores']['without']:.4f} cores, {result['tok_s']['without']:,.0f} tokens/s",
         f"with {NUM_PAGES} pages:         {result['cores']['with']:.4f} cores, {result['tok_s']['with']:,.0f} tokens/s",
-        f"difference: {result['cores_more']:+.4f} cores (goal 0.02); tokens {result['tokens_share']:.3f} of those without",
+        f"difference: {result['cores_more']:+.4f} cores (goal 0.02); tokens: {result['tokens_share']:.3f} of those",
         f"the page's own process: {result['page_cores']:.3f} cores",
     ]
 
@@ -90,7 +90,7 @@ async def measure(*, quick: bool) -> dict[str, Any]:
 
 
 async def _url_of(run_dir: Path) -> str:
-    while not (run_dir / "manager.json").exists():  # noqa: ASYNC110  another process writes it
+    while not (run_dir / "manager.json").exists():
         await asyncio.sleep(0.05)
     return json.loads((run_dir / "manager.json").read_text(encoding="utf-8"))["url"]
 

@@ -7,6 +7,7 @@ bounded; the oldest go first. A journal that this version decides otherwise abou
 following with one line (`trouble`); what was read before stays.
 """
 
+import sys
 import threading
 import time
 from bisect import bisect_left
@@ -163,8 +164,17 @@ class Follower:
             to_s = run_s if to_s <= 0 else min(to_s, run_s)
             from_s = min(max(0.0, from_s), to_s)
             names = self._names()
-            rows = [self._row(name, kind, began + from_s, began + to_s, began) for name, kind in names[first:][:most]]
+            shown = names[first:][:most]
+            rows = [
+                self._row(name, kind, began + from_s, began + to_s, began, _MAX_WINDOW_SPANS) for name, kind in shown
+            ]
         return TimelineWindow(from_s, to_s, run_s, rows, len(names))
+
+    def everything(self) -> list[TimelineRow]:
+        """Return all rows of the whole run, with every span and every lease that is kept."""
+        with self._lock:
+            began = self.started_at()
+            return [self._row(name, kind, began, self._now, began, sys.maxsize) for name, kind in self._names()]
 
     def _names(self) -> list[tuple[str, str]]:
         local = {life.worker for life in self._fleet.lives if life.local}
@@ -173,16 +183,17 @@ class Follower:
         order = (TRAINER, "local", "worker", "host")
         return sorted(own + workers, key=lambda one: order.index(one[1]))
 
-    def _row(self, name: str, kind: str, start: Seconds, end: Seconds, began: Seconds) -> TimelineRow:
+    def _row(self, name: str, kind: str, start: Seconds, end: Seconds, began: Seconds, most: int) -> TimelineRow:
+        """`most` spans, and a tenth as many leases."""
         timeline = self._own if kind in (TRAINER, "host") else self._fleet.timeline
         spans = cut(timeline.rows.get(name, []), start, end)
         since = timeline.doing(name)
         if since is not None and since[0] < end:
             spans.append((max(since[0], start), end, since[1]))
-        moved = [(one - began, other - began, what) for one, other, what in thin(spans, start, end)]
+        moved = [(one - began, other - began, what) for one, other, what in thin(spans, start, end, most // 4)]
         leases = [
             one._replace(start_s=one.start_s - began, end_s=None if one.end_s is None else one.end_s - began)
-            for one in self._leases_within(name, start, end)
+            for one in self._leases_within(name, start, end, most // 10)
         ]
         ends = [
             (life.ended_at - began, life.ending, life.why)
@@ -191,8 +202,8 @@ class Follower:
         ]
         return TimelineRow(name, kind, moved, leases, ends)
 
-    def _leases_within(self, name: str, start: Seconds, end: Seconds) -> list[LeaseSpan]:
-        """Return the leases between two moments; none where they are too many to be seen."""
+    def _leases_within(self, name: str, start: Seconds, end: Seconds, most: int) -> list[LeaseSpan]:
+        """Return the leases between two moments; none where there are more than `most`."""
         ended = [one for one in self._leases.get(name, []) if one.start_s < end and (one.end_s or end) > start]
         running = [
             LeaseSpan(since, None, show_sample(given.sample), given.from_token, "")
@@ -200,7 +211,7 @@ class Follower:
             if worker == name and since < end
         ]
         found = ended + running
-        return found if len(found) <= _MAX_WINDOW_SPANS // 10 else []
+        return found if len(found) <= most else []
 
     # Reading
 
@@ -355,7 +366,7 @@ def cut(spans: Sequence[Span], start: Seconds, end: Seconds) -> list[tuple[Secon
 
 
 def thin(
-    spans: list[tuple[Seconds, Seconds, str]], start: Seconds, end: Seconds, most: int = _MAX_WINDOW_SPANS // 4
+    spans: list[tuple[Seconds, Seconds, str]], start: Seconds, end: Seconds, most: int
 ) -> list[tuple[Seconds, Seconds, str]]:
     """Return at most `most` spans: of more, each part of the time gets the activity that fills most of it."""
     if len(spans) <= most or end <= start:
