@@ -28,10 +28,14 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     timeout_score: float | None = None
     """The score of an answer at which the function runs into its time limit. None: such an answer has no reward, unless
     it used up the CPU time of `rewards.adaptive`, which is worth 0."""
+    whole_group: bool = False
+    """Call the function once with all answers to a prompt, a `RewardGroup`, for a list of rewards."""
 
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name: got {self.name!r}, expected up to 64 letters, digits, _ . or -")
+        if self.whole_group and ":" not in self.function:
+            raise ValueError(f"whole_group: {self.function} scores one answer, expected a function of your own")
 
     @property
     def title(self) -> str:

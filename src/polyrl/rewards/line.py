@@ -23,12 +23,14 @@ from typing import BinaryIO, NamedTuple, cast
 import msgspec
 
 from polyrl.errors import one_line
+from polyrl.rewards.groups import RewardGroup, take_apart
 from polyrl.rewards.messages import (
     MAX_REPLY_BYTES,
     NONCE_BYTES,
     Ask,
     Began,
     Failed,
+    GroupScored,
     Reply,
     RewardScored,
     RewardSetup,
@@ -70,16 +72,30 @@ class Surroundings(NamedTuple):
         return [one for one in variables if _SECRET.search(one) and one not in self.environment]
 
 
+ScoredReply = RewardScored | GroupScored
+"""The rewards of one answer, or of a group."""
+
+
 class RewardCall(NamedTuple):
     function: str
     arguments: dict[str, object]
-    given: RewardInput
+    given: RewardInput | RewardGroup
     timeout_s: float
 
     @property
     def cpu_s(self) -> float:
         """The most CPU time; 0: no limit."""
-        return self.given.limit_s
+        return self.given.limit_s if isinstance(self.given, RewardInput) else 0.0
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.given.answers) if isinstance(self.given, RewardGroup) else 1
+
+    def is_answered_by(self, reply: "ScoredReply | Failed") -> bool:
+        """Return whether a reply has as many rewards as there are answers."""
+        if isinstance(reply, GroupScored):
+            return isinstance(self.given, RewardGroup) and len(reply.rewards) == self.num_answers
+        return isinstance(reply, Failed) or isinstance(self.given, RewardInput)
 
     def wall_s(self, *, is_async: bool) -> float:
         """Return how long a function may take. A plain one with a limit of CPU time has the rest for want of a core."""
@@ -99,7 +115,7 @@ class ProcessBroke(Exception):
 class _Waiting:
     """A request without a reply yet."""
 
-    def __init__(self, call: RewardCall, answer: "asyncio.Future[RewardScored | Failed]") -> None:
+    def __init__(self, call: RewardCall, answer: "asyncio.Future[ScoredReply | Failed]") -> None:
         self.call, self.answer = call, answer
         self.began_at: float | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -140,8 +156,8 @@ class RewardProcess(asyncio.Protocol):
         """Return the functions that are running, each with its start time."""
         return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
 
-    async def ask(self, call: RewardCall) -> RewardScored | Failed:
-        """Score one answer.
+    async def ask(self, call: RewardCall) -> ScoredReply | Failed:
+        """Score one answer, or one group.
 
         Raises ProcessBroke; RewardFailed if the process cannot start or the row is not plain data.
         """
@@ -151,9 +167,10 @@ class RewardProcess(asyncio.Protocol):
         if not self._num_answered % _LOOK_EVERY:
             self._trim_log()
         nonce = secrets.token_bytes(NONCE_BYTES)
+        given, answers = take_apart(call.given)
         try:
             question = encode(
-                Ask(nonce, "reward", call.function, call.arguments, call.given, call.timeout_s, call.cpu_s)
+                Ask(nonce, "reward", call.function, call.arguments, given, call.timeout_s, call.cpu_s, answers)
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
@@ -249,7 +266,7 @@ class RewardProcess(asyncio.Protocol):
             return
         self._buffer += data
         try:
-            for body in take_messages(self._buffer, MAX_REPLY_BYTES):
+            for body in take_messages(self._buffer, MAX_REPLY_BYTES * self._most_answers()):
                 self._hear(decode_reply(body))
                 if self._broken:
                     return
@@ -258,6 +275,9 @@ class RewardProcess(asyncio.Protocol):
             return
         if self._buffer and not self._waiting:
             self._break("its process said more than was asked for")
+
+    def _most_answers(self) -> int:
+        return max((one.call.num_answers for one in self._waiting.values()), default=1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._is_leaving:
@@ -273,6 +293,9 @@ class RewardProcess(asyncio.Protocol):
                 self._break("its process began twice")
                 return
             self._begin(reply, waiting)
+            return
+        if not waiting.call.is_answered_by(reply):
+            self._break("its process answered for other answers than were asked")
             return
         del self._waiting[reply.nonce]
         self._num_answered += 1

@@ -53,7 +53,8 @@ def _check_elsewhere(functions: Mapping[str, WeightedReward], surroundings: Surr
 def _check(line: socket.socket, key: str, reward: WeightedReward) -> None:
     buffer, name = bytearray(), reward.function
     try:
-        line.sendall(encode(Ask(b"", key, name, reward.args, None, 0.0)))
+        answers = [] if reward.whole_group else None
+        line.sendall(encode(Ask(b"", key, name, reward.args, None, 0.0, answers=answers)))
         while not (replies := [decode_reply(one) for one in take_messages(buffer, MAX_REPLY_BYTES)]):
             data = line.recv(1 << 16)
             if not data:
