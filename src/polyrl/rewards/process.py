@@ -300,7 +300,8 @@ def _hide(number: int) -> socket.socket:
 
 def main(arguments: list[str]) -> None:
     end_with_parent()
-    _limit(resource.RLIMIT_CORE, 0)
+    if resource.getrlimit(resource.RLIMIT_CORE) != (1, 1):  # a sandbox has set it, and nobody inside may
+        _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]

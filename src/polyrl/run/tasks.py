@@ -22,6 +22,7 @@ from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput, RewardUnavailable
+from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.rewards.watching import RewardWatch
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 from polyrl.run.task_contract import Answered, UnderWay
@@ -233,10 +234,10 @@ def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
 
     `reward_log` is the file for the output of reward functions.
     """
-    tokenizer, domains = _open_all(recipe)
-    tasks = RecipeTasks(
-        domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards, recipe.validation.solved_above
-    )
+    surroundings = _surroundings(recipe, reward_log)
+    tokenizer, domains = _open_all(recipe, surroundings)
+    pool = _make_pool(recipe.rewards, surroundings)
+    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, recipe.validation.solved_above)
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
@@ -246,13 +247,22 @@ def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
     return tasks
 
 
-def _make_pool(wanted: RewardsSection, log: Path | None) -> RewardPool:
+def _surroundings(recipe: Recipe, log: Path | None = None) -> Surroundings:
+    """`log` is in the folder `logs` of the run's directory. Raises ConfigError without the sandbox that is wanted."""
+    wanted, walls = recipe.rewards, None
     memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
+    if wanted.sandbox:
+        functions = [one.function for one in _reward_keys(recipe).values()]
+        walls = look_for_walls(functions, None if log is None else log.parent.parent)
+    return Surroundings(log, memory_bytes, wanted.environment, walls=walls)
+
+
+def _make_pool(wanted: RewardsSection, surroundings: Surroundings) -> RewardPool:
     return RewardPool(
         wanted.processes,
         wanted.wall_s,
         together=math.ceil(wanted.max_under_way / wanted.processes),
-        surroundings=Surroundings(log, memory_bytes, wanted.environment),
+        surroundings=surroundings,
     )
 
 
@@ -273,7 +283,7 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
 
     Raises UserError for the same mistakes as `load_tasks`, in the rows that it reads.
     """
-    _, domains = _open_all(recipe, one_step=True)
+    _, domains = _open_all(recipe, _surroundings(recipe), one_step=True)
     found: list[DomainOfStep] = []
     for domain, opened in zip(recipe.data.all_domains, domains, strict=True):
         first, source = opened.training.task(0), opened.training
@@ -282,10 +292,12 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
     return found
 
 
-def _open_all(recipe: Recipe, *, one_step: bool = False) -> tuple[ModelTokenizer, list[Domain]]:
+def _open_all(
+    recipe: Recipe, surroundings: Surroundings, *, one_step: bool = False
+) -> tuple[ModelTokenizer, list[Domain]]:
     """`one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
-    check_functions(_reward_keys(recipe), recipe.rewards.environment)
+    check_functions(_reward_keys(recipe), surroundings)
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     return tokenizer, [_open(recipe, domain, tokenizer, room, key, one_step=one_step) for domain, key in named]
