@@ -13,7 +13,9 @@ from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
 from polyrl.rewards.failures import HOPELESS, RewardFailures
 from polyrl.rewards.groups import RewardGroup, make_group, take_apart
+from polyrl.rewards.line import RewardCall
 from polyrl.rewards.lookup import check_functions
+from polyrl.rewards.messages import Failed, GroupScored, RewardScored
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut, RewardUnavailable
@@ -169,6 +171,15 @@ def test_what_answers_share_travels_once():
     assert facts == [("a", "stop", 2), ("bb", "stop", 3)] and shared.row is given.row
     assert facts is not None and make_group(shared, facts) == given
     assert take_apart(given.answers[0]) == (given.answers[0], None)
+
+
+def test_a_reply_for_another_number_of_answers_than_were_asked_is_none():
+    one, many = (RewardCall("f", {}, given, 1.0) for given in (SHARED, group()))
+    scored = RewardScored(b"", 1.0, {})
+    assert one.is_answered_by(scored) and not one.is_answered_by(GroupScored(b"", [scored]))
+    assert many.is_answered_by(GroupScored(b"", [scored, None, scored])) and not many.is_answered_by(scored)
+    assert not many.is_answered_by(GroupScored(b"", [scored]))
+    assert one.is_answered_by(Failed(b"", "why")) and many.is_answered_by(Failed(b"", "why"))
 
 
 def test_a_function_that_takes_something_else_than_the_recipe_says_is_refused_before_the_run():

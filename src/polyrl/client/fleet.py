@@ -267,8 +267,12 @@ class Fleet:
         await self.request(step)
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: round_.ready or round_.is_over or self._has_failed)
+                await self._changed.wait_for(
+                    lambda: round_.ready or round_.is_over or round_.broke_by is not None or self._has_failed
+                )
                 self._raise_failure()
+                if round_.broke_by is not None:
+                    raise round_.broke_by
                 if round_.data_ended:
                     raise RoundOver(f"step {step}: every prompt of the last epoch is trained or dropped")
                 if not round_.ready:
@@ -512,6 +516,8 @@ class Fleet:
                     if one is None:
                         self._tell_of_none(f"sample {sample.name}", "infrastructure_failed, in a whole group")
                 round_.ready.append(_add_rewards(group, added))
+        except Exception as error:  # noqa: BLE001  a bug of ours: who waits for the group must hear of it
+            round_.broke_by = error
         finally:
             round_.judging.pop(group.id, None)
             async with self._changed:
@@ -586,6 +592,7 @@ class _Round:
         self.rejected: set[int] = set()
         self.judging: dict[int, asyncio.Task[None]] = {}
         """Groups whose rewards as a group are not there yet."""
+        self.broke_by: Exception | None = None
         self.closed: frames.Closed | None = None
         self.data_ended = False
 

@@ -83,8 +83,13 @@ async def score_answers(recipe: Recipe, path: Path) -> list[ScoredLine]:
         if not tasks.scores_groups:
             return scored
         given = [(domain, one) for _, domain, one in inputs]
-        groups = (_with_group(tasks, given, scored, at) for at in _groups(given, scored))
-        found = {at: one for each in await asyncio.gather(*groups) for at, one in each.items()}
+
+        async def judge(group: list[int]) -> dict[int, ScoredLine]:
+            async with places:
+                return await _with_group(tasks, given, scored, group)
+
+        judged = await asyncio.gather(*map(judge, _groups(given, scored)))
+        found = {at: one for each in judged for at, one in each.items()}
         return [found.get(at, one) for at, one in enumerate(scored)]
     finally:
         await tasks.close()
