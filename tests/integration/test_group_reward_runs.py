@@ -209,10 +209,12 @@ def test_a_slow_judge_scores_the_groups_of_a_round_together(desk: Path):
 
 
 @pytest.mark.timeout(300)
-def test_groups_with_equal_rewards_are_filtered_by_their_final_reward(desk: Path, capsys: pytest.CaptureFixture[str]):
-    train(BOTH.replace("weight = 0.1", "weight = 100"), RANK, "train.steps=1", zero_variance="filter")
-    (line,) = read_metrics(desk / "runs/tiny/metrics.jsonl")
-    assert line["rounds/filtered_groups"] == 0, "no two answers of a group have the same place"
+@pytest.mark.parametrize("mode", ["streaming", "synchronous", "async"])
+def test_groups_with_equal_rewards_are_filtered_by_their_final_reward_in_every_mode(desk: Path, mode: str):
+    train(BOTH, RANK, f"train.mode={mode}", zero_variance="filter")
+    lines = read_metrics(desk / "runs/tiny/metrics.jsonl")
+    assert [line["rounds/filtered_groups"] for line in lines] == [0, 0], "no two answers of a group have the same place"
+    assert [line["reward/rank/mean"] for line in lines] == [1.5, 1.5]
 
 
 def test_a_judge_that_always_fails_ends_the_run_with_the_reason(desk: Path):
