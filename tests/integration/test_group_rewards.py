@@ -66,6 +66,25 @@ def test_a_slow_judge_has_all_groups_of_a_round_at_once_and_the_round_waits_for_
     run(all_at_once(tmp_path))
 
 
+async def one_at_a_time(run_dir: Path) -> None:
+    under_way, most = set[int](), 0
+
+    async def counting(group: Group) -> list[RewardResult | None]:
+        nonlocal most
+        under_way.add(group.id)
+        most = max(most, len(under_way))
+        await asyncio.sleep(0.2)
+        under_way.remove(group.id)
+        return await rank(group)
+
+    groups = await played(run_dir, counting, replace(FOUR_GROUPS, rewards=replace(CONFIG.rewards, slots=1)))
+    assert (len(groups), most) == (4, 1)
+
+
+def test_no_more_groups_are_under_way_than_there_are_slots(tmp_path: Path):
+    run(one_at_a_time(tmp_path))
+
+
 async def none_for_the_first(run_dir: Path) -> None:
     asked: list[int] = []
 
