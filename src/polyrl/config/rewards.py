@@ -16,7 +16,7 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A reward function and its weight in the sum."""
 
     function: str
-    """arithmetic, math, or a function of your own: `module:function`."""
+    """arithmetic, math, code, or a function of your own: `module:function`."""
     name: str = ""
     """The name in metrics and samples; empty: the function's own name."""
     weight: float = 1.0
@@ -88,7 +88,9 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if self.functions:
                 return self.functions
             if own is None:
-                raise ValueError("missing, expected arithmetic, math or module:function, or [[rewards.functions]]")
+                raise ValueError(
+                    "missing, expected arithmetic, math, code or module:function, or [[rewards.functions]]"
+                )
             reward = own
         known = {one.title: one for one in self.functions}
         names = (reward,) if isinstance(reward, str) else reward
