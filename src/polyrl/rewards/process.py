@@ -41,7 +41,7 @@ from polyrl.rewards.messages import (
     encode,
     take_messages,
 )
-from polyrl.rewards.objects import RewardObjects
+from polyrl.rewards.objects import RewardObjects, places_of
 from polyrl.rewards.reward import (
     RewardFailed,
     RewardFunction,
@@ -181,10 +181,11 @@ class RewardServer:
         reply: Reply
         try:
             called = await self._objects.ready(ask.function, function, ask.arguments)
-            self._say(Began(ask.nonce, True, self._objects.closes))
-            async with limit:
-                limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
-                value: Any = await called(ask.given)
+            async with places_of(called):
+                self._say(Began(ask.nonce, True, self._objects.closes))
+                async with limit:
+                    limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
+                    value: Any = await called(ask.given)
             reply = _reply(ask, value)
         except TimeoutError as error:
             reply = _timed_out(ask) if limit.expired() else _failure(ask, error)

@@ -115,6 +115,22 @@ def test_answers_are_scored_in_processes_of_the_pool():
 
 
 @pytest.mark.usefixtures("bubblewrap")
+def test_a_program_that_waits_behind_loops_is_scored_and_so_are_they():
+    """The loops take longer together than one answer may take."""
+
+    async def body() -> list[float]:
+        pool = RewardPool(1, 3.0, together=16)
+        try:
+            answers = ["while True: pass"] * 9 + ["print(5)"]
+            asked = [pool.score(CODE, given(one, "5"), {"cpu_s": 0.5, "sandboxes": 1}) for one in answers]
+            return [one.score for one in await asyncio.gather(*asked)]
+        finally:
+            await pool.close()
+
+    assert asyncio.run(body()) == [0.0] * 9 + [1.0]
+
+
+@pytest.mark.usefixtures("bubblewrap")
 def test_a_recipe_may_name_it_and_its_arguments_are_checked():
     check_functions({"rewards.functions.0": WeightedReward(function=CODE, args={"cpu_s": 2.0})})
     check_functions({"a": WeightedReward(function="polyrl.rewards.unsafe_no_sandbox:UnsafeCode", args={"cpu_s": 2.0})})

@@ -51,6 +51,8 @@ class ProgramReward:
         self._limits = SandboxLimits(cpu_s=cpu_s, memory_mb=memory_mb)
         self._size = sandboxes or None
         self._sandbox: Sandbox | None = None
+        self.places: asyncio.Semaphore | None = None
+        """A program's time does not run while others have the sandbox: loops of others must not cost its reward."""
 
     async def start(self) -> None:
         """Open the sandbox. Raises RewardFailed where this machine has none."""
@@ -59,6 +61,7 @@ class ProgramReward:
                 Sandbox.make, self._limits, size=self._size, unsafe_no_sandbox=self.is_unsafe
             )
             await self._sandbox.start()
+            self.places = asyncio.Semaphore(self._sandbox.pool.size)
         except UserError as error:
             raise RewardFailed(str(error)) from error
 
