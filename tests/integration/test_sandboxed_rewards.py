@@ -98,6 +98,6 @@ def test_without_bubblewrap_nothing_starts_and_one_line_says_why(desk: Path, mon
 
 
 def test_a_function_that_has_a_sandbox_of_its_own_is_refused(desk: Path, capsys: pytest.CaptureFixture[str]):
-    settings = ["data.reward=polyrl.rewards.code:score"]
+    settings = ["data.reward=code"]
     assert main(["train", "recipe.toml", "--dry-run", *settings]) == 2
-    assert "rewards.sandbox: polyrl.rewards.code:score has a sandbox of its own" in capsys.readouterr().err
+    assert "rewards.sandbox: code has a sandbox of its own" in capsys.readouterr().err

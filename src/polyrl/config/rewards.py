@@ -9,8 +9,12 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Positive
 
 _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
-OWN_SANDBOX = ("polyrl.rewards.code:", "polyrl.rewards.timed_code:")
-"""Functions of ours that run programs in a sandbox."""
+NOT_IN_SANDBOX = {
+    "code": "has a sandbox of its own, which none can be around",
+    "judge": "needs the network, which the sandbox has not",
+    "reward_model": "needs a device or the network, which the sandbox has not",
+}
+"""Functions of ours that `rewards.sandbox` is not for, and why."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -18,7 +22,7 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A reward function and its weight in the sum."""
 
     function: str
-    """arithmetic, math, or a function of your own: `module:function`."""
+    """arithmetic, math, code, or a function of your own: `module:function`."""
     name: str = ""
     """The name in metrics and samples; empty: the function's own name."""
     weight: float = 1.0
@@ -96,7 +100,9 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if self.functions:
                 return self.functions
             if own is None:
-                raise ValueError("missing, expected arithmetic, math or module:function, or [[rewards.functions]]")
+                raise ValueError(
+                    "missing, expected arithmetic, math, code or module:function, or [[rewards.functions]]"
+                )
             reward = own
         known = {one.title: one for one in self.functions}
         names = (reward,) if isinstance(reward, str) else reward

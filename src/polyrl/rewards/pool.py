@@ -204,8 +204,9 @@ class RewardPool:
         return process
 
     def _learn(self, name: str, is_async: bool) -> None:
-        if self._is_async.get(name) is not is_async:
-            self._is_async[name] = is_async
+        is_new = self._is_async.get(name) is not is_async
+        self._is_async[name] = is_async
+        if is_new or is_async:  # another process may have begun its first async function, and has room from now on
             self._fill()
 
     def _give_back(self, process: RewardProcess) -> None:

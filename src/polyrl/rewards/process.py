@@ -43,7 +43,7 @@ from polyrl.rewards.messages import (
     encode,
     take_messages,
 )
-from polyrl.rewards.objects import RewardObjects
+from polyrl.rewards.objects import RewardObjects, places_of
 from polyrl.rewards.reward import (
     Reward,
     RewardFailed,
@@ -184,10 +184,11 @@ class RewardServer:
         reply: Reply
         try:
             called = await self._objects.ready(ask.function, function, ask.arguments)
-            self._say(Began(ask.nonce, True, self._objects.closes))
-            async with limit:
-                limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
-                value: Any = await called(_given(ask))
+            async with places_of(called):
+                self._say(Began(ask.nonce, True, self._objects.closes))
+                async with limit:
+                    limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
+                    value: Any = await called(_given(ask))
             reply = _reply(ask, value)
         except TimeoutError as error:
             reply = _timed_out(ask) if limit.expired() else _failure(ask, error)

@@ -21,7 +21,7 @@ from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput, RewardUnavailable
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable, needs_answer
 from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.rewards.watching import RewardWatch
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
@@ -351,14 +351,13 @@ def _open(
     limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
     max_tokens = min(limits) if limits else None
     rewards = recipe.rewards_of(domain)
-    needs_answer = any(one.function in OURS for one in rewards)
     seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
     training = open_training(
         domain,
         tokenizer,
         seed=seed,
         max_tokens=max_tokens,
-        needs_answer=needs_answer,
+        needs_answer=needs_answer(rewards),
         key=key,
         enough=domain.prompts_per_step if one_step else None,
     )
@@ -370,7 +369,7 @@ def _open(
             tokenizer,
             num_prompts=wanted.num_prompts,
             max_tokens=max_tokens,
-            needs_answer=needs_answer,
+            needs_answer=needs_answer(rewards),
             key=key,
         )
         for name, place in (domain.validation_sets.items() if recipe.validates else ())
