@@ -438,7 +438,10 @@ def test_a_row_that_is_no_plain_data_fails_by_itself():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("aritmetic", 'reward: unknown name "aritmetic"; expected arithmetic, math, or module:function; did you mean'),
+        (
+            "aritmetic",
+            'reward: unknown name "aritmetic"; expected arithmetic, math, judge, or module:function; did you mean',
+        ),
         ("no_such_module:f", 'reward: "no_such_module:f": no_such_module cannot be imported'),
         ("own_rewards:nope", 'reward: "own_rewards:nope": own_rewards has no function nope'),
         ("own_rewards:some_value", "own_rewards has no function some_value"),

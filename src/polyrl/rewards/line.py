@@ -23,6 +23,7 @@ from typing import BinaryIO, NamedTuple, cast
 import msgspec
 
 from polyrl.errors import one_line
+from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.messages import (
     MAX_REPLY_BYTES,
     NONCE_BYTES,
@@ -41,7 +42,7 @@ from polyrl.rewards.process import STACK_SIGNAL
 from polyrl.rewards.reward import RewardFailed, RewardInput
 
 START_TIMEOUT_S = 60.0
-"""The time for a process to start and to import a function."""
+"""The time for a process to start and to import a function, unless the recipe says otherwise."""
 _GRACE_S = 2.0
 """An async function ends by itself at its limit, unless something blocks its event loop for this much longer."""
 _CLOSE_S = 2.0
@@ -65,6 +66,10 @@ class Surroundings(NamedTuple):
     """The most memory of each process; 0: no limit."""
     environment: tuple[str, ...] = ()
     """The variables that processes get although they look like secrets."""
+    facts: RunFacts | None = None
+    """Facts about the run for rewards of ours."""
+    start_s: float = START_TIMEOUT_S
+    """The time for a process to start, to import a function and to start its object."""
 
     def withheld(self, variables: Iterable[str]) -> list[str]:
         return [one for one in variables if _SECRET.search(one) and one not in self.environment]
@@ -158,7 +163,7 @@ class RewardProcess(asyncio.Protocol):
         except (TypeError, ValueError, OverflowError) as error:
             raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
         waiting = self._waiting[nonce] = _Waiting(call, self._loop.create_future())
-        waiting.timer = self._loop.call_later(START_TIMEOUT_S, self._not_begun, nonce)
+        waiting.timer = self._loop.call_later(self._surroundings.start_s, self._not_begun, nonce)
         assert self._transport is not None
         self._transport.write(question)
         return await waiting.answer
@@ -227,7 +232,7 @@ class RewardProcess(asyncio.Protocol):
         kept = dict(os.environ)
         for name in self._surroundings.withheld(os.environ):
             del kept[name]
-        return kept
+        return kept | RunFacts.variables(self._surroundings.facts)
 
     async def _watch(self, process: Process) -> None:
         """Wait for the process itself: its forked children may keep the connection open after it ends."""
@@ -294,9 +299,9 @@ class RewardProcess(asyncio.Protocol):
     def _not_begun(self, nonce: bytes) -> None:
         waiting = self._waiting[nonce]
         if any(one.began_at is not None for one in self._waiting.values()):  # another function runs first
-            waiting.timer = self._loop.call_later(START_TIMEOUT_S, self._not_begun, nonce)
+            waiting.timer = self._loop.call_later(self._surroundings.start_s, self._not_begun, nonce)
             return
-        self._break(f"its process was not ready within {START_TIMEOUT_S:g} s", timed_out=True)
+        self._break(f"its process was not ready within {self._surroundings.start_s:g} s", timed_out=True)
 
     def _overdue(self, nonce: bytes) -> None:
         if self._process is not None:

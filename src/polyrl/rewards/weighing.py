@@ -15,7 +15,15 @@ from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import QUICK, RewardPool
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut, RewardUnavailable, ScoreOutcome
+from polyrl.rewards.reward import (
+    Reward,
+    RewardFailed,
+    RewardInput,
+    RewardStops,
+    RewardTimedOut,
+    RewardUnavailable,
+    ScoreOutcome,
+)
 
 _WORST_LAST: tuple[ScoreOutcome, ...] = ("scored", "crashed", "timed_out", "infrastructure_failed")
 
@@ -27,7 +35,7 @@ async def score(
     solved_above: float = 0.5,
     once: ScoredOnce | None = None,
 ) -> Reward:
-    """Call all functions on one answer, and combine their scores. Raises RewardFailed and RewardUnavailable.
+    """Call all functions on one answer, and combine their scores. Raises RewardFailed, RewardUnavailable, RewardStops.
 
     An answer is right with a score above `solved_above`, unless its function says otherwise. `once` knows answers that
     were scored before.
@@ -66,7 +74,7 @@ async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput, 
         if is_wrong:  # the answer's doing, as far as anybody can tell
             return Reward(one.timeout_score or 0.0, outcome="timed_out", cpu_s=error.cpu_s or None)
         raise RewardTimedOut(f"{one.function}: {error}") from error
-    except (RewardFailed, RewardUnavailable) as error:
+    except (RewardFailed, RewardUnavailable, RewardStops) as error:
         raise type(error)(f"{one.function}: {error}") from error
     except ConfigError as error:  # the function existed when the run began
         raise RewardFailed(str(error)) from error

@@ -14,7 +14,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.data.prompts import to_task
 from polyrl.data.rows import Row
 from polyrl.errors import PolyrlError, UserError
-from polyrl.rewards.reward import OURS, Reward, RewardInput
+from polyrl.rewards.reward import COMPARING, Reward, RewardInput
 from polyrl.run.tasks import RecipeTasks, load_tasks
 
 MAX_ANSWERS = 200_000
@@ -96,7 +96,7 @@ def _input(recipe: Recipe, tasks: RecipeTasks, path: Path, number: int, line: An
         task, written = tasks.read(domain, line.prompt)
     else:
         section = recipe.data.all_domains[domain]
-        needs_answer = any(one.function in OURS for one in recipe.rewards_of(section))
+        needs_answer = any(one.function in COMPARING for one in recipe.rewards_of(section))
         task = to_task(Row(f"{path}:{number}", line.row or {}), section, needs_answer=needs_answer)
         written = tasks.tokenizer.written(task.prompt, section.chat_template_kwargs or {})
     return domain, RewardInput(written, line.answer, task.expected, task.fields, "stop", num_tokens)

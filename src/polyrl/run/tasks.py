@@ -15,12 +15,15 @@ from polyrl.data.sources import EnvironmentSource, Source, open_training, open_v
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
+from polyrl.rewards.facts import RunFacts
+from polyrl.rewards.judging.account import JudgeMeter
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput, RewardUnavailable
+from polyrl.rewards.reward import COMPARING, Reward, RewardFailed, RewardInput, RewardStops, RewardUnavailable
 from polyrl.rewards.watching import RewardWatch
+from polyrl.run.encryption import encryption
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 
 log = logging.getLogger("polyrl.data")
@@ -111,7 +114,9 @@ class RecipeTasks:
         pool: RewardPool,
         wanted: RewardsSection,
         solved_above: float = 0.5,
+        run_dir: Path | None = None,
     ) -> None:
+        self._judges = JudgeMeter(run_dir)
         self._domains, self._tokenizer, self._pool, self._wanted = domains, tokenizer, pool, wanted
         self._solved_above = solved_above
         self._once, self._watch = ScoredOnce(), RewardWatch(wanted.row_failures)
@@ -195,6 +200,9 @@ class RecipeTasks:
             self._count_failure(domain, str(error))
             self._watch.failed(domain, row, _row_name(of, validation, prompt), str(error))
             raise
+        except RewardStops as error:
+            self._end_run(str(error))
+            raise RewardUnavailable(str(error)) from error
         self._is_proven[domain] = True
         self._watch.scored(domain, row, given, reward)
         return reward
@@ -218,7 +226,8 @@ class RecipeTasks:
         return UnderWay(state.running, self._wanted.wall_s, (state.longest_s, state.longest), failed)
 
     def reward_metrics(self) -> dict[str, float]:
-        return {**self._watch.take_metrics(), "reward/scored_before": self._once.num_saved}
+        of_judges = self._judges.take_metrics()
+        return {**self._watch.take_metrics(), **of_judges, "reward/scored_before": self._once.num_saved}
 
     def why_none_scored(self) -> str:
         unproven = [domain for domain in self._failures if not self._is_proven[domain]]
@@ -227,8 +236,12 @@ class RecipeTasks:
     def _count_failure(self, domain: int, reason: str) -> None:
         self._num_failures[domain] += 1
         self._failures[domain] = self._last_failure = reason
-        if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS and not self._hopeless.is_set():
-            self._why_hopeless = self._why(domain)
+        if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS:
+            self._end_run(self._why(domain))
+
+    def _end_run(self, why: str) -> None:
+        if not self._hopeless.is_set():
+            self._why_hopeless = why
             self._hopeless.set()
 
     def _why(self, domain: int) -> str:
@@ -244,15 +257,14 @@ def _row_name(domain: Domain, validation: str | None, prompt: int) -> str:
     return f"prompt {prompt} of {f'the validation set {validation}' if validation else domain.name}"
 
 
-def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
+def load_tasks(recipe: Recipe, run_dir: Path | None = None) -> RecipeTasks:
     """Find every reward, read all data. Raises UserError, with a dotted key or with file and line.
 
-    `reward_log` is the file for the output of reward functions.
+    `run_dir` is the run's directory, for the output of reward functions; None: there is no run.
     """
     tokenizer, domains = _open_all(recipe)
-    tasks = RecipeTasks(
-        domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards, recipe.validation.solved_above
-    )
+    pool, solved_above = _make_pool(recipe, run_dir), recipe.validation.solved_above
+    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, solved_above, run_dir)
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
@@ -262,13 +274,29 @@ def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
     return tasks
 
 
-def _make_pool(wanted: RewardsSection, log: Path | None) -> RewardPool:
+def _make_pool(recipe: Recipe, run_dir: Path | None) -> RewardPool:
+    wanted, log = recipe.rewards, None if run_dir is None else run_dir / "logs" / "rewards.log"
     memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
     return RewardPool(
         wanted.processes,
         wanted.wall_s,
         together=math.ceil(wanted.max_under_way / wanted.processes),
-        surroundings=Surroundings(log, memory_bytes, wanted.environment),
+        surroundings=Surroundings(
+            log, memory_bytes, wanted.environment, _facts(recipe, run_dir), wanted.start_timeout_s
+        ),
+    )
+
+
+def _facts(recipe: Recipe, run_dir: Path | None) -> RunFacts:
+    wanted, tls = recipe.rewards, None if run_dir is None else encryption(recipe.manager)
+    return RunFacts(
+        run_dir="" if run_dir is None else str(run_dir.absolute()),
+        timeout_s=wanted.wall_s,
+        processes=wanted.processes,
+        max_usd=wanted.max_usd,
+        max_tokens=wanted.max_tokens,
+        manager_host="" if tls is None else tls.host,
+        manager_ca=recipe.manager.ca,
     )
 
 
@@ -355,7 +383,7 @@ def _open(
     limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
     max_tokens = min(limits) if limits else None
     rewards = recipe.rewards_of(domain)
-    needs_answer = any(one.function in OURS for one in rewards)
+    needs_answer = any(one.function in COMPARING for one in rewards)
     seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
     training = open_training(
         domain,
