@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.integration.desks import polyrl, processes_in
 from tests.rewards.judge_server import Act, Asked, stand_in
+from tests.rewards.test_reward_model import references, save
 from tests.weights.test_tls import certificate
 
 from polyrl.cli.main import main
@@ -193,3 +194,15 @@ def test_the_runs_own_fleet_judges_its_answers(desk: Path, capsys: pytest.Captur
     ledger = json.loads(capsys.readouterr().out)
     assert ledger["broken_laws"] == [] and ledger["samples"]["answered"] == last["reward/judge/requests"]
     assert processes_in(desk) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_reward_model_scores_a_run_in_batches(desk: Path, capsys: pytest.CaptureFixture[str]):
+    save(desk / "classifier", "llama", template=None)
+    Path("recipe.toml").write_text(RECIPE.replace("judge", "reward_model").replace("ARGS", 'path = "classifier"'))
+    settings = ("train.steps=2", "rewards.processes=1", "rewards.timeout_s=60", 'name="judged"')
+    finished(polyrl("train", "recipe.toml", *settings))
+    found = [one for one in samples(capsys) if one["state"] == "trained"]
+    assert len(found) == 2 * 4 * 6 and len({one["reward"] for one in found}) > 4
+    expected = references(desk / "classifier", [(one["prompt"], one["answer"]) for one in found])
+    assert [one["reward"] for one in found] == pytest.approx([row[0] for row in expected], abs=1e-4)

@@ -361,7 +361,7 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source_args: dict[str, Any] = {}
     """Keyword arguments of a source of your own."""
     reward: str | tuple[str, ...] | None = None
-    """arithmetic, math, judge, or a function of your own: `module:function`; or several, whose scores are
+    """arithmetic, math, judge, reward_model, or a function of your own: `module:function`; or several, whose scores are
     added up. None: all of rewards.functions; where there are none, the source's own, if it has one."""
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None

@@ -16,7 +16,7 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A reward function and its weight in the sum."""
 
     function: str
-    """arithmetic, math, judge, or a function of your own: `module:function`."""
+    """arithmetic, math, judge, reward_model, or a function of your own: `module:function`."""
     name: str = ""
     """The name in metrics and samples; empty: the function's own name."""
     weight: float = 1.0

@@ -9,6 +9,7 @@ elsewhere. The key is in no error message, not even if the service repeats it.
 """
 
 import math
+import os
 import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -102,6 +103,17 @@ class Endpoint:
             connector = aiohttp.TCPConnector(limit=self._connections, ssl=True if self._tls is None else self._tls)
             self._session = aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
         return self._session
+
+
+def key_of(variable: str) -> str:
+    """Return the key in an environment variable; empty for none. Raises RewardStops if it is not there."""
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not key:
+        raise RewardStops(
+            f"args.api_key_env: {variable} is not in the environment of rewards; set it, and name it in "
+            "rewards.environment"
+        )
+    return key
 
 
 async def _bounded(reply: aiohttp.ClientResponse) -> bytes:

@@ -29,6 +29,7 @@ OURS = {
     "arithmetic": "polyrl.rewards.arithmetic:score",
     "math": "polyrl.rewards.math_answers:score",
     "judge": "polyrl.rewards.judge:Judge",
+    "reward_model": "polyrl.rewards.reward_model:RewardModel",
 }
 COMPARING = ("arithmetic", "math")
 """Those of ours that compare with the row's answer: every row must have one."""

@@ -1,13 +1,12 @@
 """Where a judge is: a service at a URL with its key, or this run's own fleet, through its manager."""
 
 import json
-import os
 import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from polyrl.errors import UserError
-from polyrl.rewards.endpoint import Endpoint
+from polyrl.rewards.endpoint import Endpoint, key_of
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.judging.questions import JudgeArgs
 from polyrl.rewards.reward import RewardStops, RewardUnavailable
@@ -20,14 +19,7 @@ def endpoint(args: JudgeArgs, facts: RunFacts, connections: int) -> Endpoint:
     """Return the service to ask. Raises RewardStops for a key or a run that is not there."""
     if args.fleet:
         return _fleet(facts, connections)
-    key = ""
-    if args.api_key_env:
-        key = os.environ.get(args.api_key_env, "").strip()
-        if not key:
-            raise RewardStops(
-                f"args.api_key_env: {args.api_key_env} is not in the environment of rewards; set it, and name it in "
-                "rewards.environment"
-            )
+    key = key_of(args.api_key_env)
     hint = (
         f"check args.url and args.model, and the key in {args.api_key_env}"
         if key
