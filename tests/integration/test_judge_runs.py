@@ -206,3 +206,21 @@ def test_a_reward_model_scores_a_run_in_batches(desk: Path, capsys: pytest.Captu
     assert len(found) == 2 * 4 * 6 and len({one["reward"] for one in found}) > 4
     expected = references(desk / "classifier", [(one["prompt"], one["answer"]) for one in found])
     assert [one["reward"] for one in found] == pytest.approx([row[0] for row in expected], abs=1e-4)
+
+
+@pytest.mark.timeout(200)
+def test_a_file_of_answers_is_judged_without_a_run_and_a_budget_holds_there_too(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = [json.dumps({"prompt": 0, "answer": str(number)}) for number in range(6)]
+    Path("answers.jsonl").write_text("\n".join(lines))
+    with stand_in() as service:
+        Path("recipe.toml").write_text(RECIPE.replace("ARGS", f'url = "{service.url}"'))
+        asked = ["rewards", "recipe.toml", "answers.jsonl", "--json", "rewards.processes=1"]
+        assert main(asked) == 0
+        assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [7.0] * 6
+        assert main([*asked, "rewards.max_tokens=300", "rewards.slots=1"]) == 1
+        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [one["reward"] for one in found] == [7.0] * 3 + [None] * 3
+        assert "judges have used 360 tokens of rewards.max_tokens = 300" in found[-1]["why"]
+    assert not Path("runs").exists()

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,10 +12,14 @@ from typing import Any, TypeVar
 import pytest
 from tests.rewards.judge_server import USAGE, Act, Asked, StandIn, stand_in
 
+from polyrl.config.load import build
+from polyrl.config.rewards import RewardsSection
 from polyrl.errors import ConfigError
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.judge import Judge
 from polyrl.rewards.judging.account import JudgeAccount
+from polyrl.rewards.judging.questions import JudgeArgs
+from polyrl.rewards.models.settings import RewardModelArgs
 from polyrl.rewards.reward import (
     Reward,
     RewardFailed,
@@ -412,3 +418,21 @@ def test_wrong_arguments_are_one_line_before_the_run_starts(args: dict[str, Any]
     with pytest.raises(ConfigError) as error:
         check_reward(find_reward("judge"), args, "rewards.functions.0.function")
     assert str(error.value).startswith(f"rewards.functions.0.args.{line}") and "\n" not in str(error.value)
+
+
+def test_the_recipes_of_the_guide_can_be_read():
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "judge.md").read_text(encoding="utf-8")
+    recipes = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)]
+    assert len(recipes) == 3
+    for recipe in recipes:
+        (function,) = build(recipe["rewards"], RewardsSection).functions
+        if function.function == "judge":
+            check_reward(find_reward("judge"), function.args, "rewards.functions.0.function")
+
+
+def test_every_argument_is_in_a_table_of_the_guide():
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "judge.md").read_text(encoding="utf-8")
+    named = {
+        name for row in re.findall(r"^\| (`[^|]*) \|", guide, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert named == {*JudgeArgs.__struct_fields__, *RewardModelArgs.__struct_fields__}

@@ -102,7 +102,8 @@ class Judge:
         except BadQuestion as error:
             raise RewardFailed(f"{what} {error}") from error
         except TimeoutError as error:
-            raise RewardUnavailable(f"{what}: no verdict within {self._patience_s:g} s of rewards.timeout_s") from error
+            hint = "; only workers of [fleet], or that have joined, answer" if self._args.fleet else ""
+            raise RewardUnavailable(f"{what}: no verdict within {self._patience_s:g} s{hint}") from error
 
     async def _attempt(self, body: dict[str, Any], number: int, deadline: float) -> float:
         """Ask once. Raises TryAgain, BadQuestion, RewardStops."""
