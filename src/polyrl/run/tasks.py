@@ -292,7 +292,7 @@ def _facts(recipe: Recipe, run_dir: Path | None) -> RunFacts:
     return RunFacts(
         run_dir="" if run_dir is None else str(run_dir.absolute()),
         timeout_s=wanted.wall_s,
-        processes=wanted.processes,
+        processes=max(1, wanted.processes),
         max_usd=wanted.max_usd,
         max_tokens=wanted.max_tokens,
         manager_host="" if tls is None else tls.host,
