@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyrl.sim.environment_model import EnvironmentModel
-from polyrl.sim.reward_model import RewardModel
+from polyrl.sim.reward_model import ModelledRewards
 from polyrl.sim.scenario import SimDomainSection, SimEnvironmentSection
 
 QUANTILES = [(0.0, 1.0), (0.5, 4.0), (1.0, 20.0)]
@@ -16,7 +16,7 @@ def model(seed=0, **changes) -> EnvironmentModel:
     domain = SimDomainSection(
         name="tools", prompts_per_step=1, length_quantiles=[(0.0, 1), (1.0, 9)], environment=environment
     )
-    return EnvironmentModel([domain], RewardModel([domain], seed), seed)
+    return EnvironmentModel([domain], ModelledRewards([domain], seed), seed)
 
 
 @settings(max_examples=200, deadline=None)

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.scheduling.rules.lengths import interpolate
-from polyrl.sim.reward_model import RewardModel
+from polyrl.sim.reward_model import ModelledRewards
 from polyrl.sim.scenario import RewardSection, SimDomainSection
 
 SANDBOX = [(0.0, 0.1), (0.93, 1.05), (1.0, 25.0)]
 
 
-def model(**settings) -> RewardModel:
+def model(**settings) -> ModelledRewards:
     reward = RewardSection(**{"duration_quantiles": SANDBOX, **settings})
     domain = SimDomainSection(name="code", prompts_per_step=1, length_quantiles=[(0, 1), (1, 2)], reward=reward)
-    return RewardModel([domain], seed=3)
+    return ModelledRewards([domain], seed=3)
 
 
 def test_durations_and_answers_have_the_given_shares():

@@ -361,8 +361,8 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source_args: dict[str, Any] = {}
     """Keyword arguments of a source of your own."""
     reward: str | tuple[str, ...] | None = None
-    """arithmetic, math, code, or a function of your own: `module:function`; or several, whose scores are added up.
-    None: all of rewards.functions; where there are none, the source's own, if it has one."""
+    """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`; or several, whose
+    scores are added up. None: all of rewards.functions; where there are none, the source's own, if it has one."""
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has

@@ -22,7 +22,7 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A reward function and its weight in the sum."""
 
     function: str
-    """arithmetic, math, code, or a function of your own: `module:function`."""
+    """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`."""
     name: str = ""
     """The name in metrics and samples; empty: the function's own name."""
     weight: float = 1.0
@@ -63,6 +63,8 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """With `adaptive`: the least CPU time that an answer has."""
     t_max_s: Positive = 30.0
     """With `adaptive`: the most CPU time that an answer has, and all that it has before a correct one is known."""
+    start_timeout_s: Positive = 60.0
+    """The time for a process to start and to make its functions ready, a reward model included."""
     slots: AtLeastOne | None = None
     """The most rewards in progress at once; none: 8 per process. More is for async functions that wait."""
     row_failures: AtLeastOne = 8
@@ -73,6 +75,10 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Environment variables that functions get although they look like secrets: a judge's API key, for example."""
     sandbox: bool = False
     """Run the processes in a sandbox: no network, few files to read, none to write. It needs bubblewrap."""
+    max_usd: Positive | None = None
+    """The dollars that judges may spend in the run; then it ends. None: any."""
+    max_tokens: AtLeastOne | None = None
+    """The tokens that judges may read and write in the run; then it ends. None: any."""
 
     def __post_init__(self) -> None:
         names = [one.title for one in self.functions]

@@ -38,8 +38,13 @@ class RewardFailures:
     def failed(self, key: FailureKey, reason: str, num_answers: int = 1) -> None:
         self._num[key] += num_answers
         self._last[key] = self.last_reason = reason
-        if key not in self._proven and self._num[key] >= HOPELESS and not self._hopeless.is_set():
-            self._why_hopeless = self._why(key)
+        if key not in self._proven and self._num[key] >= HOPELESS:
+            self.stop(self._why(key))
+
+    def stop(self, why: str) -> None:
+        """End the run with this line, unless it ends already."""
+        if not self._hopeless.is_set():
+            self._why_hopeless = why
             self._hopeless.set()
 
     async def until_hopeless(self) -> None:

@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple, cast
 import msgspec
 
 from polyrl.errors import one_line
+from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.groups import RewardGroup, take_apart
 from polyrl.rewards.messages import (
     MAX_REPLY_BYTES,
@@ -45,7 +46,7 @@ from polyrl.rewards.reward import RewardFailed, RewardInput
 from polyrl.rewards.sandbox.walls import RewardWalls, pid_inside
 
 START_TIMEOUT_S = 60.0
-"""The time for a process to start and to import a function."""
+"""The time for a process to start and to import a function, unless the recipe says otherwise."""
 _GRACE_S = 2.0
 """An async function ends by itself at its limit, unless something blocks its event loop for this much longer."""
 _CLOSE_S = 2.0
@@ -72,6 +73,10 @@ class Surroundings(NamedTuple):
     """The variables that processes get although they look like secrets."""
     walls: RewardWalls | None = None
     """The sandbox of processes; None: they have the trainer's rights to files and network."""
+    facts: RunFacts | None = None
+    """Facts about the run for rewards of ours."""
+    start_s: float = START_TIMEOUT_S
+    """The time for a process to start, to import a function and to start its object."""
 
     def withheld(self, variables: Iterable[str]) -> list[str]:
         return [one for one in variables if _SECRET.search(one) and one not in self.environment]
@@ -82,6 +87,7 @@ class Surroundings(NamedTuple):
         words = [sys.executable, "-P", "-m", "polyrl.rewards.process", str(line)]
         withheld = self.withheld(os.environ)
         kept = {name: value for name, value in os.environ.items() if name not in withheld}
+        kept |= RunFacts.variables(self.facts)
         if self.walls is None:
             yield StartWords(words, (line,), kept)
             return
@@ -199,7 +205,7 @@ class RewardProcess(asyncio.Protocol):
         except (TypeError, ValueError, OverflowError) as error:
             raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
         waiting = self._waiting[nonce] = _Waiting(call, self._loop.create_future())
-        waiting.timer = self._loop.call_later(START_TIMEOUT_S, self._not_begun, nonce)
+        waiting.timer = self._loop.call_later(self._surroundings.start_s, self._not_begun, nonce)
         assert self._transport is not None
         self._transport.write(question)
         return await waiting.answer
@@ -336,9 +342,9 @@ class RewardProcess(asyncio.Protocol):
     def _not_begun(self, nonce: bytes) -> None:
         waiting = self._waiting[nonce]
         if any(one.began_at is not None for one in self._waiting.values()):  # another function runs first
-            waiting.timer = self._loop.call_later(START_TIMEOUT_S, self._not_begun, nonce)
+            waiting.timer = self._loop.call_later(self._surroundings.start_s, self._not_begun, nonce)
             return
-        self._break(f"its process was not ready within {START_TIMEOUT_S:g} s", timed_out=True)
+        self._break(f"its process was not ready within {self._surroundings.start_s:g} s", timed_out=True)
 
     def _overdue(self, nonce: bytes) -> None:
         pid = self.pid if self._surroundings.walls is None or self.pid is None else pid_inside(self.pid)

@@ -72,8 +72,8 @@ class GroupScored(Struct, frozen=True, tag=True, array_like=True):
 class Failed(Struct, frozen=True, tag=True, array_like=True):
     nonce: bytes
     reason: str
-    kind: Literal["failed", "timed_out", "unavailable", "unknown"] = "failed"
-    """`unavailable`: another attempt may succeed. `unknown`: there is no such function."""
+    kind: Literal["failed", "timed_out", "unavailable", "stops", "unknown"] = "failed"
+    """`unavailable`: another attempt may succeed. `stops`: none will. `unknown`: there is no such function."""
 
 
 RewardRequest = RewardSetup | Ask

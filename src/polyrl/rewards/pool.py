@@ -29,6 +29,7 @@ from polyrl.rewards.reward import (
     RewardFailed,
     RewardFunction,
     RewardInput,
+    RewardStops,
     RewardTimedOut,
     RewardUnavailable,
     check_value,
@@ -65,7 +66,10 @@ class RewardPool:
         """Whether each function that was called is async."""
 
     async def score(self, name: str, given: RewardInput, arguments: Mapping[str, object] | None = None) -> Reward:
-        """Score one answer. Raises RewardFailed, RewardUnavailable; ConfigError if there is no such function."""
+        """Score one answer.
+
+        Raises RewardFailed, RewardUnavailable, RewardStops; ConfigError if there is no such function.
+        """
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
         found = await self._finish(RewardCall(name, dict(arguments or {}), given, self._timeout_s))
@@ -126,6 +130,8 @@ class RewardPool:
                 raise RewardTimedOut(reply.reason + self._more())
             case "unavailable":
                 raise RewardUnavailable(reply.reason)
+            case "stops":
+                raise RewardStops(reply.reason)
             case "failed":
                 raise RewardFailed(reply.reason + self._hint(reply.reason) + self._more())
 

@@ -48,6 +48,7 @@ from polyrl.rewards.reward import (
     Reward,
     RewardFailed,
     RewardFunction,
+    RewardStops,
     RewardTimedOut,
     RewardUnavailable,
     check_reward,
@@ -254,8 +255,9 @@ def _timed_out(ask: Ask) -> Failed:
 
 
 def _failure(ask: Ask, error: BaseException) -> Failed:
-    if isinstance(error, RewardUnavailable):
-        return Failed(ask.nonce, shorten(plain(str(error))), "unavailable")
+    if isinstance(error, RewardUnavailable | RewardStops):
+        kind = "stops" if isinstance(error, RewardStops) else "unavailable"
+        return Failed(ask.nonce, shorten(plain(str(error))), kind)
     if isinstance(error, RewardFailed):
         return Failed(
             ask.nonce, shorten(plain(str(error))), "timed_out" if isinstance(error, RewardTimedOut) else "failed"

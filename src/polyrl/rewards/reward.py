@@ -6,7 +6,8 @@
 A recipe says `reward = "my_module:shorter_is_better"`, or names one of ours (config/plugins.py). A function may also
 return named parts: a dict, whose sum is the score unless it has a `score` of its own, or a Reward. A class is called
 once in each process, with the arguments of the recipe; the object that it makes is then called with every answer, after
-its `start` and before its `close`, where it has them.
+its `start` and before its `close`, where it has them. Its static method `check_args`, where it has one, is called with
+the same arguments before the run starts, and raises ValueError: `key: what is wrong`.
 
 Rules kept here: every fault (an exception, NaN, a text instead of a number) is a RewardFailed. It is never a zero: a
 zero would teach the policy something false. A program in the answer that loops or crashes is no fault: it is a wrong
@@ -29,7 +30,11 @@ OURS = {
     "arithmetic": "polyrl.rewards.arithmetic:score",
     "math": "polyrl.rewards.math_answers:score",
     "code": "polyrl.rewards.code:CodeReward",
+    "judge": "polyrl.rewards.judge:Judge",
+    "reward_model": "polyrl.rewards.reward_model:RewardModel",
 }
+COMPARING = ("arithmetic", "math")
+"""Those of ours that compare with the row's answer: every row must have one."""
 SCORE = "score"
 """The key of the reward itself in a dict of parts, if it is not the sum of the parts."""
 MAX_PARTS = 32
@@ -92,6 +97,11 @@ class RewardUnavailable(PolyrlError):
     """There is no reward now, through no fault of the answer's; a later attempt may have one. One line."""
 
 
+class RewardStops(PolyrlError):
+    """No answer can have a reward before somebody changes something: a wrong key, a budget that is used up. One line,
+    with which the run ends."""
+
+
 def find_reward(name: str, key: str = "reward") -> RewardFunction:
     """Return the function of that name. Raises ConfigError, which starts with `key`, the setting that names it."""
     return cast("RewardFunction", find(name, key, OURS))
@@ -99,9 +109,10 @@ def find_reward(name: str, key: str = "reward") -> RewardFunction:
 
 def needs_answer(functions: Iterable[WeightedReward]) -> bool | str:
     """Whether rows need an answer for functions of ours; a text: a row does that lacks the column of this name."""
-    ours = [one for one in functions if one.function in OURS]
-    columns = [str(one.args.get("tests", "tests")) for one in ours if one.function == "code"]
-    return columns[0] if columns and len(columns) == len(ours) else bool(ours)
+    chosen = list(functions)
+    columns = [str(one.args.get("tests", "tests")) for one in chosen if one.function == "code"]
+    compares = any(one.function in COMPARING for one in chosen)
+    return columns[0] if columns and not compares else compares
 
 
 def check_reward(function: RewardFunction, arguments: Mapping[str, Any], key: str) -> None:
@@ -113,6 +124,11 @@ def check_reward(function: RewardFunction, arguments: Mapping[str, Any], key: st
     if "__call__" not in dir(function):
         raise ConfigError(f"{key}: {function.__qualname__} has no method __call__, which is called with every answer")
     check_arguments(function, arguments, place, 0)
+    if isinstance(inspect.getattr_static(function, "check_args", None), staticmethod):
+        try:
+            function.check_args(**arguments)  # type: ignore[attr-defined]
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{place}.{error}") from error
 
 
 def is_async(function: RewardFunction) -> bool:

@@ -18,7 +18,15 @@ from polyrl.errors import ConfigError
 from polyrl.rewards.groups import RewardGroup
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import QUICK, RewardPool
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut, RewardUnavailable, ScoreOutcome
+from polyrl.rewards.reward import (
+    Reward,
+    RewardFailed,
+    RewardInput,
+    RewardStops,
+    RewardTimedOut,
+    RewardUnavailable,
+    ScoreOutcome,
+)
 
 _Score = TypeVar("_Score", Reward, list[Reward | None])
 _WORST_LAST: tuple[ScoreOutcome, ...] = ("scored", "crashed", "timed_out", "infrastructure_failed")
@@ -31,7 +39,7 @@ async def score(
     solved_above: float = 0.5,
     once: ScoredOnce | None = None,
 ) -> Reward:
-    """Call all functions of one answer, and combine their scores. Raises RewardFailed and RewardUnavailable.
+    """Call all functions of one answer, and combine their scores. Raises RewardFailed, RewardUnavailable, RewardStops.
 
     An answer is right with a score above `solved_above`, unless its function says otherwise. `once` knows answers that
     were scored before. Functions of whole groups are left out; where there are no others, the reward is nothing.
@@ -118,7 +126,7 @@ async def _scored(
         if is_wrong:  # the answer's doing, as far as anybody can tell
             return for_all(Reward(one.timeout_score or 0.0, outcome="timed_out", cpu_s=error.cpu_s or None))
         raise RewardTimedOut(f"{one.function}: {error}") from error
-    except (RewardFailed, RewardUnavailable) as error:
+    except (RewardFailed, RewardUnavailable, RewardStops) as error:
         raise type(error)(f"{one.function}: {error}") from error
     except ConfigError as error:  # the function existed when the run began
         raise RewardFailed(str(error)) from error

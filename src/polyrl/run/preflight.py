@@ -53,7 +53,7 @@ def check(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Checked:
     _warn_on_stderr()
     for line in inert(recipe.algorithm):
         logging.getLogger("polyrl.train").warning(line)
-    tasks = load_tasks(recipe, run_dir / "logs" / "rewards.log")
+    tasks = load_tasks(recipe, run_dir)
     models.check_tokenizers(recipe)
     if point is not None:
         checkpoints.check_prompts(point, recipe, tasks.digests, run_dir)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyrl.config.recipe import Recipe
-from polyrl.rewards.line import START_TIMEOUT_S
 from polyrl.scheduling.core.parameters import DomainData, RewardConfig, SchedulerConfig
 from polyrl.telemetry.metric_names import IMPOSED_LENGTHS
 from polyrl.weights.settings import WeightSettings
@@ -70,7 +69,7 @@ def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
     chosen = [recipe.rewards_of(domain) for domain in recipe.data.all_domains]
     functions = max(1, *map(len, chosen))
     queue = 2 * slots if any(one.whole_group for each in chosen for one in each) else slots
-    longest_s = functions * (START_TIMEOUT_S + rewards.wall_s) * (1 + math.ceil(queue / rewards.processes))
+    longest_s = functions * (rewards.start_timeout_s + rewards.wall_s) * (1 + math.ceil(queue / rewards.processes))
     adaptive = rewards.adaptive
     return RewardConfig(
         adaptive=adaptive,

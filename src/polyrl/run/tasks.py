@@ -15,15 +15,25 @@ from polyrl.data.sources import EnvironmentSource, Source, open_training, open_v
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 from polyrl.errors import ConfigError
 from polyrl.rewards import weighing
+from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.failures import FailureKey, RewardFailures
 from polyrl.rewards.groups import AnswerFacts, make_group
+from polyrl.rewards.judging.account import JudgeMeter
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable, needs_answer
+from polyrl.rewards.reward import (
+    Reward,
+    RewardFailed,
+    RewardInput,
+    RewardStops,
+    RewardUnavailable,
+    needs_answer,
+)
 from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.rewards.watching import RewardWatch
+from polyrl.run.encryption import encryption
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 from polyrl.run.task_contract import Answered, UnderWay
 
@@ -49,7 +59,9 @@ class RecipeTasks:
         pool: RewardPool,
         wanted: RewardsSection,
         solved_above: float = 0.5,
+        run_dir: Path | None = None,
     ) -> None:
+        self._judges = JudgeMeter(run_dir)
         self._domains, self._tokenizer, self._pool, self._wanted = domains, tokenizer, pool, wanted
         self._solved_above = solved_above
         self._once, self._watch = ScoredOnce(), RewardWatch(wanted.row_failures)
@@ -190,6 +202,9 @@ class RecipeTasks:
             self._failures.failed(kind, str(error), len(given))
             self._watch.failed(kind, row, name, str(error))
             raise
+        except RewardStops as error:
+            self._failures.stop(str(error))
+            raise RewardUnavailable(str(error)) from error
         self._failures.scored(kind)
         rewards: list[Reward | None] = [found] if isinstance(found, Reward) else found
         for one, reward in zip(given, rewards, strict=True):
@@ -215,7 +230,8 @@ class RecipeTasks:
         return UnderWay(state.running, self._wanted.wall_s, (state.longest_s, state.longest), failed)
 
     def reward_metrics(self) -> dict[str, float]:
-        return {**self._watch.take_metrics(), "reward/scored_before": self._once.num_saved}
+        of_judges = self._judges.take_metrics()
+        return {**self._watch.take_metrics(), **of_judges, "reward/scored_before": self._once.num_saved}
 
     def why_none_scored(self) -> str:
         return self._failures.why_none_scored()
@@ -229,15 +245,15 @@ def _row_name(domain: Domain, validation: str | None, prompt: int) -> str:
     return f"prompt {prompt} of {f'the validation set {validation}' if validation else domain.name}"
 
 
-def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
+def load_tasks(recipe: Recipe, run_dir: Path | None = None) -> RecipeTasks:
     """Find every reward, read all data. Raises UserError, with a dotted key or with file and line.
 
-    `reward_log` is the file for the output of reward functions.
+    `run_dir` is the run's directory, for the output of reward functions; None: there is no run.
     """
-    surroundings = _surroundings(recipe, reward_log)
+    surroundings = _surroundings(recipe, run_dir)
     tokenizer, domains = _open_all(recipe, surroundings)
-    pool = _make_pool(recipe.rewards, surroundings)
-    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, recipe.validation.solved_above)
+    pool, solved_above = _make_pool(recipe.rewards, surroundings), recipe.validation.solved_above
+    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, solved_above, run_dir)
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
@@ -247,14 +263,35 @@ def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
     return tasks
 
 
-def _surroundings(recipe: Recipe, log: Path | None = None) -> Surroundings:
-    """`log` is in the folder `logs` of the run's directory. Raises ConfigError without the sandbox that is wanted."""
+def _surroundings(recipe: Recipe, run_dir: Path | None = None) -> Surroundings:
+    """Raises ConfigError without the sandbox that is wanted."""
     wanted, walls = recipe.rewards, None
+    log = None if run_dir is None else run_dir / "logs" / "rewards.log"
     memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
     if wanted.sandbox:
         functions = [one.function for one in _reward_keys(recipe).values()]
-        walls = look_for_walls(functions, None if log is None else log.parent.parent)
-    return Surroundings(log, memory_bytes, wanted.environment, walls=walls)
+        walls = look_for_walls(functions, run_dir)
+    return Surroundings(
+        log,
+        memory_bytes,
+        wanted.environment,
+        walls=walls,
+        facts=_facts(recipe, run_dir),
+        start_s=wanted.start_timeout_s,
+    )
+
+
+def _facts(recipe: Recipe, run_dir: Path | None) -> RunFacts:
+    wanted, tls = recipe.rewards, None if run_dir is None else encryption(recipe.manager)
+    return RunFacts(
+        run_dir="" if run_dir is None else str(run_dir.absolute()),
+        timeout_s=wanted.wall_s,
+        processes=max(1, wanted.processes),
+        max_usd=wanted.max_usd,
+        max_tokens=wanted.max_tokens,
+        manager_host="" if tls is None else tls.host,
+        manager_ca=recipe.manager.ca,
+    )
 
 
 def _make_pool(wanted: RewardsSection, surroundings: Surroundings) -> RewardPool:

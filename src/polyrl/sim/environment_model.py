@@ -13,7 +13,7 @@ from msgspec import Struct
 from polyrl.ids import Seconds
 from polyrl.scheduling.rules.lengths import interpolate
 from polyrl.sim.draws import exponential, unit
-from polyrl.sim.reward_model import RewardModel
+from polyrl.sim.reward_model import ModelledRewards
 from polyrl.sim.scenario import SimDomainSection, SimEnvironmentSection
 
 _CALLS_STREAM = 0x50
@@ -54,7 +54,7 @@ class EpisodeScript(Struct, frozen=True):
 class EnvironmentModel:
     """The environments of the scenario's domains, which go by their index."""
 
-    def __init__(self, domains: list[SimDomainSection], rewards: RewardModel, seed: int) -> None:
+    def __init__(self, domains: list[SimDomainSection], rewards: ModelledRewards, seed: int) -> None:
         self._environments = [domain.environment for domain in domains]
         self._rewards = rewards
         self._seed = seed

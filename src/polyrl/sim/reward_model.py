@@ -22,7 +22,7 @@ _FAILED_AFTER_STREAM = 0x24
 RewardEnd = Literal["scored", "timed_out", "infrastructure_failed"]
 
 
-class RewardModel:
+class ModelledRewards:
     """Scoring as the scenario's domains describe it. Domains go by their index in the scenario."""
 
     def __init__(self, domains: list[SimDomainSection], seed: int) -> None:

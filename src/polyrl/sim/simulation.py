@@ -28,7 +28,7 @@ from polyrl.sim.episode_times import EpisodeTimes
 from polyrl.sim.fleet_model import FleetModel
 from polyrl.sim.host_model import HostModel
 from polyrl.sim.machines import Agenda
-from polyrl.sim.reward_model import RewardModel
+from polyrl.sim.reward_model import ModelledRewards
 from polyrl.sim.scenario import Scenario
 from polyrl.sim.supply import plan_supply, read_supply_trace
 from polyrl.sim.trainer_model import TrainerModel
@@ -123,7 +123,7 @@ class Simulation:
         self._workload = Workload(
             scenario.domains, scenario.run.max_new_tokens, seed, scenario.workload.growth_per_step, trace
         )
-        self._rewards = RewardModel(scenario.domains, seed)
+        self._rewards = ModelledRewards(scenario.domains, seed)
         self._agenda = Agenda()
         self._trainer = TrainerModel(scenario, self._agenda.later, self.tell)
         self._fleet = FleetModel(scenario, seed, self._agenda, self._trainer, self.tell, self._find_worker)

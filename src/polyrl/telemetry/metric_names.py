@@ -36,6 +36,12 @@ METRICS: tuple[Metric, ...] = (
         "reward/scored_before", "", "answers of this process whose score was known: the same had been scored before"
     ),
     Metric("reward/quarantined_rows", "", "rows at which rewards kept failing, and which are not scored any more"),
+    Metric("reward/judge/requests", "", "requests to judges since the run began"),
+    Metric("reward/judge/retries", "", "those of them that came after a failed one for the same answer"),
+    Metric("reward/judge/tokens_in", "tokens", "tokens that judges have read since the run began"),
+    Metric("reward/judge/tokens_out", "tokens", "tokens that judges have written"),
+    Metric("reward/judge/usd", "$", "what judges have cost, at the prices of the recipe"),
+    Metric("reward/judge/latency_s/mean", "s", "mean time of a judge's reply since the step before"),
     Metric("validation/reward/mean", "", "mean reward of validation prompts, each the mean of its attempts"),
     Metric("validation/<set>/reward/mean", "", "the same, of one set"),
     Metric("validation/pass@<k>", "share", "validation prompts that k attempts solve at least once"),

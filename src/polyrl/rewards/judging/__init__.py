@@ -1,0 +1,1 @@
+"""The parts of a judge that scores answers: docs/guides/judge.md."""

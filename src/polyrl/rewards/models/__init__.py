@@ -1,0 +1,1 @@
+"""The parts of a reward model: docs/guides/judge.md."""
