@@ -303,12 +303,19 @@ def _rewards(now: Status, missing: str) -> Finding:
     running, waiting = now.queues.get("rewards_running", 0), now.queues.get("rewards_waiting", 0)
     if not running and not waiting:
         return Finding(f"{missing}: all answers are written and scored", "they go to the trainer by themselves")
-    do = "rewards.processes is how many plain functions run at once" if waiting else ""
+    if (wait := _wait(now, "reward workers")) is not None:
+        there = "".join(f"; {one.name} is {one.state if one.connected else 'away'}" for one in now.reward_workers)
+        what = f"{missing}: {wait.of} wait to be scored, and no reward worker can{there}"
+        do = "start a reward worker: polyrl worker --rewards --join URL --token-file reward.token"
+        return Finding(what, "they wait as long as it takes: rewards.processes = 0", do, needs_help=True)
+    do = "rewards.processes is how many plain functions run at once; reward workers add to them" if waiting else ""
     what = f"{missing}: {running:,} answers are being scored, {waiting:,} wait for it"
     told = now.rewards
     if told is None or not told.running:
         wait = _wait(now, "reward")
-        until = "" if wait is None else f"; one that is not answered is given up in {_left(wait)}"
+        until = ""
+        if wait is not None and wait.given_up_in_s is not None:
+            until = f"; one that is not answered is given up in {_left(wait)}"
         return Finding(what, f"they end{until}", do, stalls=True)
     return Finding(
         f"{what}; {told.function} has run longest, for {show_seconds(told.longest_s)}",
@@ -389,7 +396,7 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
 
 
 def _of_turned_away(now: Status) -> Iterator[Finding]:
-    here = {one.name for one in now.workers}
+    here = {one.name for one in (*now.workers, *now.reward_workers)}
     for one in now.turned_away:
         if one.name not in here:  # mended, and joined again
             yield Finding(
@@ -404,6 +411,7 @@ _WHY_REFUSED = {
     "scope": "requests with a token for less; the admin token may do everything",
     "join_rate": "joins, too many in a moment from one address: something starts workers that end at once",
     "version": "tokens of versions that were never offered",
+    "result": "results of reward workers that cannot be, or did not come",
     "digest": "versions that are not what the trainer published",
 }
 

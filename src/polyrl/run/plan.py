@@ -229,8 +229,13 @@ def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
         ("trainer", f"{ranks}{_device(recipe)}: {trains}; serves weights"),
         ("manager", f"a process, CPU, {recipe.manager.host}, {port}{_encrypted(recipe)}"),
         ("workers", f"{workers}; others may join at any time"),
-        ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
+        ("rewards", f"{_reward_places(recipe)}, {recipe.rewards.timeout_s:g} s an answer"),
     ]
+
+
+def _reward_places(recipe: Recipe) -> str:
+    num = recipe.rewards.processes
+    return f"up to {num} processes, CPU" if num else "on reward workers alone"
 
 
 def _device(recipe: Recipe) -> str:

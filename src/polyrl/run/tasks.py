@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from polyrl.config.plugins import is_own
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
@@ -80,6 +81,11 @@ class Tasks(Protocol):
         """Return the metrics of the reward functions since the last call."""
         ...
 
+    @property
+    def pool(self) -> RewardPool | None:
+        """The places where functions run; None: they run elsewhere."""
+        ...
+
     def why_none_scored(self) -> str:
         """Return why a reward has failed for all answers so far; empty if none has."""
         ...
@@ -125,6 +131,10 @@ class RecipeTasks:
         """The reason of the last failure, by domain."""
         self._hopeless = asyncio.Event()
         self._why_hopeless = ""
+
+    @property
+    def pool(self) -> RewardPool:
+        return self._pool
 
     @property
     def tokenizer(self) -> ModelTokenizer:
@@ -218,7 +228,8 @@ class RecipeTasks:
         return UnderWay(state.running, self._wanted.wall_s, (state.longest_s, state.longest), failed)
 
     def reward_metrics(self) -> dict[str, float]:
-        return {**self._watch.take_metrics(), "reward/scored_before": self._once.num_saved}
+        remote = self._pool.remote.take_metrics()
+        return {**self._watch.take_metrics(), **remote, "reward/scored_before": self._once.num_saved}
 
     def why_none_scored(self) -> str:
         unproven = [domain for domain in self._failures if not self._is_proven[domain]]
@@ -263,12 +274,11 @@ def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
 
 
 def _make_pool(wanted: RewardsSection, log: Path | None) -> RewardPool:
-    memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
     return RewardPool(
         wanted.processes,
         wanted.wall_s,
-        together=math.ceil(wanted.max_under_way / wanted.processes),
-        surroundings=Surroundings(log, memory_bytes, wanted.environment),
+        together=math.ceil(wanted.max_under_way / max(1, wanted.processes)),
+        surroundings=Surroundings(log, wanted.memory_bytes, wanted.environment),
     )
 
 
@@ -301,7 +311,10 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
 def _open_all(recipe: Recipe, *, one_step: bool = False) -> tuple[ModelTokenizer, list[Domain]]:
     """`one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
-    check_functions(_reward_keys(recipe), recipe.rewards.environment)
+    rewards, found = recipe.rewards, reward_keys(recipe)
+    if not rewards.processes:  # reward workers check that they have the person's functions, which need not be here
+        found = {key: one for key, one in found.items() if not is_own(one.function)}
+    check_functions(found, rewards.environment)
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     return tokenizer, [_open(recipe, domain, tokenizer, room, key, one_step=one_step) for domain, key in named]
@@ -323,7 +336,7 @@ def _keys(recipe: Recipe) -> list[str]:
     return [f"data.domains.{number}" for number in range(len(domains))] if domains else ["data"]
 
 
-def _reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
+def reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
     """Every function that scores something, by the setting that names it."""
     found: dict[str, WeightedReward] = {}
     for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):

@@ -35,6 +35,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward/scored_before", "", "answers of this process whose score was known: the same had been scored before"
     ),
+    Metric("reward/remote_workers", "", "reward workers that are connected and stay; from the first that joined on"),
+    Metric("reward/remote_places", "", "answers that reward workers can score at once"),
+    Metric("reward/remote_scored", "", "results of reward workers since the last step"),
+    Metric(
+        "reward/remote_lost", "", "answers that were taken back from reward workers that were lost, and scored again"
+    ),
     Metric("reward/quarantined_rows", "", "rows at which rewards kept failing, and which are not scored any more"),
     Metric("validation/reward/mean", "", "mean reward of validation prompts, each the mean of its attempts"),
     Metric("validation/<set>/reward/mean", "", "the same, of one set"),

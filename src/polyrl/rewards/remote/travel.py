@@ -1,0 +1,126 @@
+"""What a job, its result and a run's reward settings are as bytes, between the trainer and a reward worker.
+
+Rules kept here: plain data, decoded by type, never pickle; functions travel by name, environment variables too. A
+result is checked as if a stranger had made it: `read_result` raises BadResult for what no honest worker says.
+Left out: how the bytes get there (wire/reward_frames.py), and who has which job (places.py).
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from polyrl.config.rewards import WeightedReward
+from polyrl.errors import ConfigError, PolyrlError, one_line, plain, shorten
+from polyrl.rewards.line import RewardCall
+from polyrl.rewards.messages import RewardScored
+from polyrl.rewards.reward import (
+    Reward,
+    RewardFailed,
+    RewardInput,
+    RewardTimedOut,
+    RewardUnavailable,
+    check_value,
+)
+
+_NO_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class RewardTerms(Struct, frozen=True, kw_only=True):
+    """The part of a recipe that a reward worker needs."""
+
+    functions: dict[str, WeightedReward]
+    """By the setting that names each."""
+    wall_s: Annotated[float, Meta(gt=0, le=1e9)]
+    memory_bytes: Annotated[int, Meta(ge=0, le=1 << 60)]
+    """The most memory of a process; 0: no limit."""
+    environment: tuple[str, ...]
+    """Variables of the reward worker's own that functions get although they look like secrets."""
+
+
+class _TravellingCall(Struct, frozen=True, array_like=True):
+    function: str
+    arguments: dict[str, Any]
+    given: RewardInput
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
+
+
+class _TravellingFailure(Struct, frozen=True, tag=True, array_like=True):
+    reason: Annotated[str, Meta(max_length=2000)]
+    kind: Literal["failed", "timed_out", "unavailable"]
+    cpu_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+
+
+class BadResult(PolyrlError):
+    """What came is no result that a reward worker of ours makes."""
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)
+_decode_call = msgspec.msgpack.Decoder(_TravellingCall).decode
+_decode_terms = msgspec.msgpack.Decoder(RewardTerms).decode
+_decode_result = msgspec.msgpack.Decoder(RewardScored | _TravellingFailure).decode
+
+
+def pack_terms(terms: RewardTerms) -> bytes:
+    return _encoder.encode(terms)
+
+
+def read_terms(body: bytes) -> RewardTerms:
+    """Raises ConfigError for settings of another PolyRL."""
+    try:
+        return _decode_terms(body)
+    except _NO_DATA as error:
+        raise ConfigError(f"the run's reward settings are not of this PolyRL: {error}") from error
+
+
+def pack_call(call: RewardCall) -> bytes:
+    """Raises RewardFailed for a row that is no plain data."""
+    try:
+        return _encoder.encode(_TravellingCall(call.function, call.arguments, call.given, call.timeout_s))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
+
+
+def read_call(body: bytes) -> RewardCall:
+    """Raises RewardFailed for a job of another PolyRL."""
+    try:
+        read = _decode_call(body)
+    except _NO_DATA as error:
+        raise RewardFailed(f"the job is not of this PolyRL: {one_line(error)}") from error
+    return RewardCall(read.function, read.arguments, read.given, read.timeout_s)
+
+
+def pack_reward(reward: Reward) -> bytes:
+    assert reward.outcome != "infrastructure_failed", "that is raised, not returned"
+    return _encoder.encode(
+        RewardScored(b"", reward.score, dict(reward.parts), reward.outcome, reward.cpu_s, reward.correct)
+    )
+
+
+def pack_failure(error: PolyrlError) -> bytes:
+    """Pack why there is no reward: RewardFailed, RewardTimedOut, RewardUnavailable or ConfigError."""
+    reason = shorten(plain(str(error)))
+    match error:
+        case RewardTimedOut():
+            return _encoder.encode(_TravellingFailure(reason, "timed_out", error.cpu_s))
+        case RewardUnavailable():
+            return _encoder.encode(_TravellingFailure(reason, "unavailable"))
+        case _:
+            return _encoder.encode(_TravellingFailure(reason, "failed"))
+
+
+def read_result(body: bytes) -> Reward | RewardFailed | RewardUnavailable:
+    """Return the reward, or the error that stands for none. Raises BadResult for what no honest worker says."""
+    try:
+        read = _decode_result(body)
+    except _NO_DATA as error:
+        raise BadResult(f"a result that is none: {one_line(error)}") from error
+    if isinstance(read, _TravellingFailure):
+        reason = plain(read.reason)
+        if read.kind == "timed_out":
+            return RewardTimedOut(reason, read.cpu_s)
+        return RewardUnavailable(reason) if read.kind == "unavailable" else RewardFailed(reason)
+    try:
+        return check_value(Reward(read.score, read.parts, read.outcome, read.cpu_s, read.correct))
+    except (RewardFailed, RewardUnavailable) as error:
+        raise BadResult(f"a reward that cannot be: {error}") from error
