@@ -4,6 +4,7 @@ valid token. Each liar is refused with a reason and named, and the honest one be
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,23 +14,27 @@ import aiohttp
 import msgspec
 import pytest
 import requests
+from tests.integration.desks import polyrl
 from tests.integration.live import PATIENCE_S, QUICK, Live, manager, run, trainer, until
+from tests.rewards.sandbox.conftest import bubblewrap
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.manager.http import Front
 from polyrl.manager.service import Service
 from polyrl.manager.status import status
+from polyrl.rewards.messages import RewardScored
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote import travel
 from polyrl.rewards.remote.agent import RewardAgent, RewardWorkerOptions, RewardWorkerOver
 from polyrl.rewards.remote.dispatcher import Dispatcher
 from polyrl.rewards.remote.travel import RewardTerms, pack_terms
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
+from polyrl.rewards.reward import RewardFailed, RewardInput, RewardTimedOut
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
 from polyrl.wire.control import RewardJoinReply, RewardJoinRequest
 from polyrl.wire.dial import Dialer
 
+__all__ = ["bubblewrap"]  # a fixture
 MINE = """
 import os, time
 
@@ -180,6 +185,40 @@ def test_a_worker_that_lacks_a_function_leaves_with_one_line_that_the_status_has
     run(scenario(), 60.0)
 
 
+def test_a_worker_without_bubblewrap_is_no_place_for_programs_that_a_model_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    async def scenario() -> None:
+        wanted = terms("polyrl.rewards.code:score")
+        async with manager(tmp_path) as live, scoring(live, wanted), reward_worker(live) as (_, life):
+            over = await asyncio.wait_for(life, PATIENCE_S)
+            assert over.is_misfit and "cannot score this run here" in str(over) and "bubblewrap" in str(over)
+
+    run(scenario(), 60.0)
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_programs_run_in_the_sandbox_of_the_reward_worker(tmp_path: Path):
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            scoring(live, terms("polyrl.rewards.code:score")) as pool,
+            reward_worker(live, places=2),
+        ):
+            cases = [{"input": "2 3", "output": "5"}]
+            right = "```python\nprint(sum(map(int, input().split())))\n```"
+            found = [
+                await pool.score("polyrl.rewards.code:score", given(one, tests=cases), {"cpu_s": 0.5, "sandboxes": 1})
+                for one in (right, "```python\nprint(4)\n```", "```python\nwhile True: pass\n```")
+            ]
+            assert [one.score for one in found] == [1.0, 0.0, 0.0]
+            assert found[2].parts["timed_out"] == 1.0
+
+    run(scenario(), 90.0)
+
+
 def test_a_drained_worker_finishes_what_it_can_hands_the_rest_back_and_leaves(tmp_path: Path):
     async def scenario() -> None:
         async with (
@@ -266,6 +305,27 @@ def test_a_new_trainer_gets_the_workers_and_former_jobs_are_dropped(tmp_path: Pa
     run(scenario(), 60.0)
 
 
+def test_the_command_leaves_in_one_line_with_the_token_of_another_or_without_a_function(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, scoring(live, terms("not_here_at_all:score")):
+            said = []
+            for token in ("worker.token", "reward.token"):
+                joining = ("--join", live.url, "--token-file", str(tmp_path / token), "--name", "poor", "--quiet")
+                process = polyrl("worker", "--rewards", *joining)
+                _, errors = await asyncio.to_thread(process.communicate, timeout=60)
+                assert process.returncode == 2, errors
+                said += errors.splitlines()
+            assert said == [
+                f"polyrl: error: reward worker poor: {live.url}: the worker token may not do this; "
+                "the reward token may",
+                "polyrl: error: reward worker poor: cannot score this run here: rewards.functions.0: "
+                '"not_here_at_all:score": not_here_at_all cannot be imported: ModuleNotFoundError: No module named '
+                "'not_here_at_all'",
+            ]
+
+    run(scenario(), 90.0)
+
+
 # Liars
 
 
@@ -322,7 +382,10 @@ def raw(tag: str, *fields: object) -> bytes:
 
 Lie = Callable[[r.GiveJob], msgspec.Struct | bytes | list[bytes]]
 LIES: dict[str, tuple[Lie, str]] = {
-    "a score that is NaN": (lambda job: r.JobDone(job.job, travel.pack_reward(Reward(float("nan")))), "result"),
+    "a score that is NaN": (
+        lambda job: r.JobDone(job.job, travel.pack_reply(RewardScored(b"", math.nan, {}))),
+        "result",
+    ),
     "a result that is none": (lambda job: r.JobDone(job.job, b"\xc1"), "result"),
     "a result for a job that it was not given": (lambda job: r.JobDone(job.job + 1, b""), "result"),
     "a return of a job that it was not given": (lambda job: r.JobsReturned((job.job + 7,)), "result"),

@@ -47,7 +47,7 @@ class Manager:
         self.remote.hear(name, f"life of {name}", r.JobDone(job, result))
 
     def score(self, name: str, job: r.SendJob, value: float = 1.0) -> None:
-        self.answer(name, job.job, travel.pack_reward(Reward(value)))
+        self.answer(name, job.job, travel.pack_reply(RewardScored(b"", value, {})))
 
 
 def with_manager(body: Callable[[Manager], Awaitable[Any]], processes: int = 0) -> Any:
@@ -82,7 +82,7 @@ def test_an_answer_waits_for_a_place_goes_out_whole_and_its_reward_comes_back():
         call = travel.read_call(job.body)
         assert call == RewardCall("mine:graded", {"k": 1}, GIVEN._replace(limit_s=2.5), 20.0) and call.cpu_s == 2.5
         full = Reward(0.5, {"x": 0.25}, "timed_out", 1.5, True)
-        manager.answer("a", job.job, travel.pack_reward(full))
+        manager.answer("a", job.job, travel.pack_reply(RewardScored(b"", *full)))
         assert await task == full
         assert manager.pool.state() == (0, 0, 0.0, "")
 
@@ -268,7 +268,7 @@ def test_a_worker_that_answers_the_job_of_another_is_accused_and_the_answer_does
         await settle()
         manager.seat("thief")
         job = manager.jobs("honest")[0]
-        manager.answer("thief", job.job, travel.pack_reward(Reward(666.0)))
+        manager.answer("thief", job.job, travel.pack_reply(RewardScored(b"", 666.0, {})))
         assert [name for name, _ in manager.accused()] == ["thief"]
         manager.score("honest", job, 1.0)
         assert (await task).score == 1.0
@@ -280,7 +280,7 @@ def test_results_of_a_former_trainers_jobs_are_ignored():
     async def body(manager: Manager) -> None:
         manager.seat("a")
         former = ((manager.remote.era + 1) << 31) + 5
-        manager.answer("a", former, travel.pack_reward(Reward(1.0)))
+        manager.answer("a", former, travel.pack_reply(RewardScored(b"", 1.0, {})))
         assert not manager.accused()
 
     with_manager(body)

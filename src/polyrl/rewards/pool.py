@@ -66,7 +66,7 @@ class RewardPool:
         self._queue: deque[_Place] = deque()
         self.remote = RemotePlaces(self._fill)
         """The places at reward workers: none before a dispatcher tells of some."""
-        self._asking: set[asyncio.Task[Reward]] = set()
+        self._asking: set[asyncio.Task[RewardScored]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
         """Whether each function that was called is async."""
@@ -75,7 +75,10 @@ class RewardPool:
         """Score one answer. Raises RewardFailed, RewardUnavailable; ConfigError if there is no such function."""
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
-        call = RewardCall(name, dict(arguments or {}), given, self._timeout_s)
+        return _reward(await self.run(RewardCall(name, dict(arguments or {}), given, self._timeout_s)))
+
+    async def run(self, call: RewardCall) -> RewardScored:
+        """Score by a call that is made already, as a reward worker has it. Raises as `score`."""
         task = asyncio.create_task(self._score(call))
         self._asking.add(task)
         task.add_done_callback(self._forget)
@@ -107,11 +110,7 @@ class RewardPool:
         """Whether there is nobody to score anything."""
         return not self._max_processes and not self.remote.num_workers
 
-    async def run(self, call: RewardCall) -> Reward:
-        """Score by a call that is made already, for a reward worker. Raises as `score`."""
-        return await self._score(call)
-
-    async def _score(self, call: RewardCall) -> Reward:
+    async def _score(self, call: RewardCall) -> RewardScored:
         """Score at the first place that is free; again elsewhere when a reward worker is lost over it."""
         num_losses, may_travel = 0, True
         while True:
@@ -128,7 +127,7 @@ class RewardPool:
                 if not self._max_processes:
                     raise RewardFailed(f"the answer and its row are {error}; rewards.processes = 0") from error
 
-    async def _score_somewhere(self, call: RewardCall, num_losses: int, *, may_travel: bool) -> Reward:
+    async def _score_somewhere(self, call: RewardCall, num_losses: int, *, may_travel: bool) -> RewardScored:
         try:
             reply = await self._ask(call, is_suspect=num_losses > 0, may_travel=may_travel)
         except ProcessBroke as broke:
@@ -138,10 +137,8 @@ class RewardPool:
                 reply = await self._ask(call, alone=True)
             except ProcessBroke as again:
                 raise self._failure(again) from again
-        if isinstance(reply, Reward):
+        if not isinstance(reply, Failed):
             return reply
-        if isinstance(reply, RewardScored):
-            return Reward(reply.score, reply.parts, reply.outcome, reply.cpu_s, reply.correct)
         match reply.kind:
             case "unknown":
                 raise ConfigError(reply.reason)
@@ -171,7 +168,7 @@ class RewardPool:
 
     async def _ask(
         self, call: RewardCall, *, alone: bool = False, is_suspect: bool = False, may_travel: bool = True
-    ) -> RewardScored | Failed | Reward:
+    ) -> RewardScored | Failed:
         """Send a request to a free process, or to a reward worker.
 
         `alone`: a process that has answered nothing before, and answers nothing else meanwhile.
@@ -265,10 +262,14 @@ class RewardPool:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    def _forget(self, task: asyncio.Task[Reward]) -> None:
+    def _forget(self, task: asyncio.Task[RewardScored]) -> None:
         self._asking.discard(task)
         if not task.cancelled():
             task.exception()  # mark the exception as retrieved: the caller may be gone
+
+
+def _reward(told: RewardScored) -> Reward:
+    return Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct)
 
 
 class _Place:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
+from polyrl.errors import ConfigError
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote.dispatcher import Dispatcher
 from polyrl.rewards.remote.travel import RewardTerms, pack_terms
@@ -22,6 +23,7 @@ from polyrl.run.tasks import reward_keys
 from polyrl.run.workers import from_elsewhere
 from polyrl.telemetry.looks import show_seconds
 from polyrl.wire.dial import Dialer
+from polyrl.wire.reward_frames import MAX_RULES_BYTES
 
 log = logging.getLogger("polyrl.train")
 
@@ -41,6 +43,16 @@ async def dispatched(recipe: Recipe, dialer: Dialer, fleet: Fleet, pool: RewardP
     dispatcher = Dispatcher(pool.remote, dialer, fleet.opened.session, terms, recipe.rewards.processes)
     async with meanwhile(dispatcher.run(), _tell_that_nobody_scores(pool)):
         yield
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ConfigError for settings that cannot be sent to reward workers, in a run that needs them."""
+    num_bytes = 0 if recipe.rewards.processes else len(pack_terms(terms_of(recipe)))
+    if num_bytes > MAX_RULES_BYTES:
+        raise ConfigError(
+            f"rewards.functions: their arguments are {num_bytes:,} bytes; expected at most {MAX_RULES_BYTES:,}, which "
+            "reward workers can be sent"
+        )
 
 
 def terms_of(recipe: Recipe) -> RewardTerms:

@@ -280,7 +280,7 @@ class RewardAgent:
 
     async def _score(self, pool: RewardPool, given: r.GiveJob) -> None:
         try:
-            result = travel.pack_reward(await pool.run(travel.read_call(given.body)))
+            result = travel.pack_reply(await pool.run(travel.read_call(given.body)))
             self._num_scored += 1
         except (RewardFailed, RewardUnavailable, ConfigError) as error:
             result = travel.pack_failure(error)

@@ -1,8 +1,8 @@
 """The trainer's connection to its reward workers: it dials the manager, sends jobs, and hands on what is answered.
 
 Rules kept here: dialled again after any break, for as long as the run lasts. What cannot be sent is dropped: places.py
-sends a job again when its worker is there again. A fault that waiting cannot mend is left to the trainer's own line
-(client/line.py), which meets it too.
+sends a job again when its worker is there again. A fault that waiting cannot mend is told, and does not end the run:
+the trainer's own line (client/line.py) meets it too.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import aiohttp
 
 from polyrl.errors import UserError
 from polyrl.rewards.remote.places import RemotePlaces
+from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
 from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
@@ -29,6 +30,7 @@ class Dispatcher:
         self._places, self._dialer, self._session = places, dialer, session
         self._hello = r.DispatcherHello(r.RewardRules(places.era, terms), num_local)
         self._outbox: asyncio.Queue[r.FromDispatcher] = asyncio.Queue()
+        self._faults = Repeats()
 
     async def run(self) -> None:
         waits = pauses()
@@ -37,8 +39,11 @@ class Dispatcher:
                 try:
                     await self._stay_connected()
                     waits = pauses()
-                except (Unreachable, SessionOver, UserError) as error:
+                except (Unreachable, SessionOver) as error:
                     log.debug("the connection for reward workers: %s", error)
+                except UserError as error:
+                    if (often := self._faults.again(str(error))) is not None:
+                        log.warning("no reward worker can be reached: %s%s", error, often)
                 await asyncio.sleep(next(waits))
 
     async def _stay_connected(self) -> None:
@@ -82,4 +87,4 @@ class Dispatcher:
             case r.WorkerAnswered():
                 self._places.hear(frame.worker, frame.life, frame.said)
             case frames.Release():
-                raise Unreachable(frame.why)
+                raise UserError(f"the manager refused us: {frame.why}")

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from polyrl.errors import plain, shorten
 from polyrl.rewards.line import START_TIMEOUT_S, RewardCall
+from polyrl.rewards.messages import RewardScored
 from polyrl.rewards.remote.travel import BadResult, pack_call, read_result
-from polyrl.rewards.reward import Reward
 from polyrl.wire.reward_frames import (
     MAX_JOB_BYTES,
     MAX_PLACES,
@@ -67,7 +67,7 @@ class _Job:
     def __init__(self, number: int, call: RewardCall, body: bytes, *, is_suspect: bool) -> None:
         self.number, self.call, self.body, self.is_suspect = number, call, body, is_suspect
         self.sent_at = 0.0
-        self.result: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[RewardScored] = asyncio.get_running_loop().create_future()
 
     @property
     def patience_s(self) -> float:
@@ -109,7 +109,7 @@ class RemotePlace:
         worker.num_reserved += 1
         worker.has_suspect = worker.has_suspect or is_suspect
 
-    async def ask(self, call: RewardCall) -> Reward:
+    async def ask(self, call: RewardCall) -> RewardScored:
         """Score one answer. Raises WorkerLost, JobTooLarge, RewardFailed and RewardUnavailable."""
         body = pack_call(call)
         if len(body) > MAX_JOB_BYTES:
@@ -278,10 +278,10 @@ class RemotePlaces:
         self._num_scored += 1
         if job.result.done():
             return
-        if isinstance(found, Reward):
-            job.result.set_result(found)
-        else:
+        if isinstance(found, Exception):
             job.result.set_exception(found)
+        else:
+            job.result.set_result(found)
 
     def _take_back(self, worker: _RemoteWorker, job: _Job, lost: WorkerLost) -> None:
         self._close(worker, job)

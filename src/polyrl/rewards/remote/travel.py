@@ -5,7 +5,7 @@ result is checked as if a stranger had made it: `read_result` raises BadResult f
 Left out: how the bytes get there (wire/reward_frames.py), and who has which job (places.py).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,16 +13,10 @@ from msgspec import Meta, Struct
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError, PolyrlError, one_line, plain, shorten
 from polyrl.rewards.line import RewardCall
-from polyrl.rewards.messages import RewardScored
-from polyrl.rewards.reward import (
-    Reward,
-    RewardFailed,
-    RewardInput,
-    RewardTimedOut,
-    RewardUnavailable,
-    check_value,
-)
+from polyrl.rewards.messages import Ask, RewardScored
+from polyrl.rewards.reward import Reward, RewardFailed, RewardTimedOut, RewardUnavailable, check_value
 
+_MAX_S = 1e9
 _NO_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -31,24 +25,17 @@ class RewardTerms(Struct, frozen=True, kw_only=True):
 
     functions: dict[str, WeightedReward]
     """By the setting that names each."""
-    wall_s: Annotated[float, Meta(gt=0, le=1e9)]
+    wall_s: Annotated[float, Meta(gt=0, le=_MAX_S)]
     memory_bytes: Annotated[int, Meta(ge=0, le=1 << 60)]
     """The most memory of a process; 0: no limit."""
     environment: tuple[str, ...]
     """Variables of the reward worker's own that functions get although they look like secrets."""
 
 
-class _TravellingCall(Struct, frozen=True, array_like=True):
-    function: str
-    arguments: dict[str, Any]
-    given: RewardInput
-    timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
-
-
 class _TravellingFailure(Struct, frozen=True, tag=True, array_like=True):
     reason: Annotated[str, Meta(max_length=2000)]
     kind: Literal["failed", "timed_out", "unavailable"]
-    cpu_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    cpu_s: Annotated[float, Meta(ge=0, le=_MAX_S)] = 0.0
 
 
 class BadResult(PolyrlError):
@@ -56,7 +43,7 @@ class BadResult(PolyrlError):
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
-_decode_call = msgspec.msgpack.Decoder(_TravellingCall).decode
+_decode_call = msgspec.msgpack.Decoder(Ask).decode
 _decode_terms = msgspec.msgpack.Decoder(RewardTerms).decode
 _decode_result = msgspec.msgpack.Decoder(RewardScored | _TravellingFailure).decode
 
@@ -76,7 +63,7 @@ def read_terms(body: bytes) -> RewardTerms:
 def pack_call(call: RewardCall) -> bytes:
     """Raises RewardFailed for a row that is no plain data."""
     try:
-        return _encoder.encode(_TravellingCall(call.function, call.arguments, call.given, call.timeout_s))
+        return _encoder.encode(Ask(b"", "reward", call.function, call.arguments, call.given, call.timeout_s))
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
 
@@ -87,14 +74,13 @@ def read_call(body: bytes) -> RewardCall:
         read = _decode_call(body)
     except _NO_DATA as error:
         raise RewardFailed(f"the job is not of this PolyRL: {one_line(error)}") from error
+    if read.given is None or not 0 < read.timeout_s <= _MAX_S:
+        raise RewardFailed("the job is not of this PolyRL: it has no answer, or no time limit")
     return RewardCall(read.function, read.arguments, read.given, read.timeout_s)
 
 
-def pack_reward(reward: Reward) -> bytes:
-    assert reward.outcome != "infrastructure_failed", "that is raised, not returned"
-    return _encoder.encode(
-        RewardScored(b"", reward.score, dict(reward.parts), reward.outcome, reward.cpu_s, reward.correct)
-    )
+def pack_reply(reply: RewardScored) -> bytes:
+    return _encoder.encode(reply)
 
 
 def pack_failure(error: PolyrlError) -> bytes:
@@ -109,8 +95,11 @@ def pack_failure(error: PolyrlError) -> bytes:
             return _encoder.encode(_TravellingFailure(reason, "failed"))
 
 
-def read_result(body: bytes) -> Reward | RewardFailed | RewardUnavailable:
-    """Return the reward, or the error that stands for none. Raises BadResult for what no honest worker says."""
+def read_result(body: bytes) -> RewardScored | RewardFailed | RewardUnavailable:
+    """Return the reply with the reward, or the error that stands for none.
+
+    Raises BadResult for what no honest worker says.
+    """
     try:
         read = _decode_result(body)
     except _NO_DATA as error:
@@ -121,6 +110,7 @@ def read_result(body: bytes) -> Reward | RewardFailed | RewardUnavailable:
             return RewardTimedOut(reason, read.cpu_s)
         return RewardUnavailable(reason) if read.kind == "unavailable" else RewardFailed(reason)
     try:
-        return check_value(Reward(read.score, read.parts, read.outcome, read.cpu_s, read.correct))
+        check_value(Reward(read.score, read.parts, read.outcome, read.cpu_s, read.correct))
     except (RewardFailed, RewardUnavailable) as error:
         raise BadResult(f"a reward that cannot be: {error}") from error
+    return read
