@@ -13,38 +13,16 @@ For a run without a process, `diagnose_remains` reads the run's directory.
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyrl.config import load_toml
 from polyrl.errors import UserError
 from polyrl.run.changes import begin_anew
+from polyrl.run.findings import Diagnosis, Finding
 from polyrl.telemetry import metrics
 from polyrl.telemetry.looks import show_seconds
 from polyrl.telemetry.metrics import MetricValue
 from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
-
-
-class Finding(NamedTuple):
-    what: str
-    then: str
-    """The next thing that happens by itself."""
-    do: str = ""
-    """The action that a person could take; empty: none is needed."""
-    needs_help: bool = False
-    """Whether the wait needs a person to end it."""
-    stalls: bool = False
-    """Whether nothing is generated or trained meanwhile: a long wait is then worth a line in the log."""
-
-
-class Diagnosis(NamedTuple):
-    is_moving: bool
-    """Whether anything was generated, delivered or trained between the two replies."""
-    findings: tuple[Finding, ...]
-    """Reasons for waiting; the first is the one that holds up the whole run."""
-
-    @property
-    def needs_help(self) -> bool:
-        return any(one.needs_help for one in self.findings)
 
 
 def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosis:

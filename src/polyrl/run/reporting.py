@@ -24,8 +24,9 @@ from polyrl.errors import UserError
 from polyrl.ids import Seconds
 from polyrl.run import hosts, local_worker, reward_workers, workers
 from polyrl.run.checkpoints import ResumePoint
-from polyrl.run.diagnosis import Finding, diagnose
+from polyrl.run.diagnosis import diagnose
 from polyrl.run.display import Display
+from polyrl.run.findings import Finding
 from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of

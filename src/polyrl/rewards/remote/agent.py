@@ -97,8 +97,8 @@ class RewardAgent:
         async with self._dialer:
             life = asyncio.create_task(self._live())
             try:
-                done, _ = await asyncio.wait((life, self._over), return_when=asyncio.FIRST_COMPLETED)
-                return life.result() if life in done else self._over.result()
+                await asyncio.wait((life, self._over), return_when=asyncio.FIRST_COMPLETED)
+                return self._over.result() if self._over.done() else life.result()  # our own reason says more
             finally:
                 life.cancel()
                 await asyncio.wait((life,), timeout=2.0)
@@ -244,8 +244,8 @@ class RewardAgent:
                     await asyncio.to_thread(check_functions, terms.functions, terms.environment)
             except ConfigError as error:
                 why = f"cannot score this run here: {error}"
-                await self._send(frames.Goodbye(why, is_misfit=True))
                 self._end(RewardWorkerOver(why, ok=False, is_misfit=True))
+                await self._send(frames.Goodbye(why, is_misfit=True))
                 return
             self._terms, self._rules = terms, rules
             self._pool = RewardPool(
