@@ -19,6 +19,7 @@ from tests.integration.live import PATIENCE_S, QUICK, Live, manager, run, traine
 from tests.rewards.sandbox.conftest import bubblewrap
 
 from polyrl.config.rewards import WeightedReward
+from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.http import Front
 from polyrl.manager.service import Service
 from polyrl.manager.status import status
@@ -289,6 +290,20 @@ async def manager_at(run_dir: Path, port: int) -> AsyncIterator[tuple[Live, int,
         yield Live(service, address), address.port, stop  # type: ignore[misc]
     finally:
         await stop()
+
+
+def test_a_worker_that_is_given_up_joins_again_and_its_late_result_is_held_against_nobody(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, scoring(live) as pool, reward_worker(live, places=4) as (agent, life):
+            task = asyncio.create_task(pool.score("remote_mine:slow", given(seconds=1.0)))
+            await until(lambda: len(agent._jobs) == 1, "it scores it")
+            (session,) = live.service.lobby.reward_relay.workers.values()
+            await live.service.call(lambda lobby: reward_joining.forget(lobby, session, "no heartbeat", rejoin=True))
+            assert (await task).score == 1.0
+            await until(lambda: agent._num_scored == 2, "it has scored it twice, which nobody could know")
+            assert not life.done() and is_ready(live)() and not live.refused.get("result")
+
+    run(scenario(), 60.0)
 
 
 def test_a_new_trainer_gets_the_workers_and_former_jobs_are_dropped(tmp_path: Path):

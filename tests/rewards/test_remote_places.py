@@ -196,6 +196,24 @@ def test_a_lost_workers_answers_are_scored_elsewhere_each_apart_from_the_others_
     with_manager(body)
 
 
+def test_a_worker_that_was_given_up_and_comes_back_may_still_say_what_it_has_scored_and_it_does_not_count():
+    async def body(manager: Manager) -> None:
+        manager.seat("a")
+        task = ask(manager)
+        await settle()
+        manager.remove("a")
+        manager.seat("a", connection=2)
+        await settle()
+        former, present = manager.jobs("a")
+        assert former.job != present.job
+        manager.score("a", former, 666.0)
+        assert not manager.accused() and not task.done()
+        manager.score("a", present, 1.0)
+        assert (await task).score == 1.0
+
+    with_manager(body)
+
+
 def test_an_answer_that_takes_its_workers_down_has_no_reward_for_now_and_its_neighbours_are_scored():
     async def body(manager: Manager) -> None:
         deadly = ask(manager, GIVEN._replace(answer="deadly"))

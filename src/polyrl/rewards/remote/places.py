@@ -14,7 +14,7 @@ After a connection of our own broke, workers that are missing may still dial in:
 import asyncio
 import logging
 import secrets
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -44,7 +44,7 @@ _PLACES_A_RESULT = 4
 _GRACE_S = 30.0
 _JOB_BITS = 31
 _PAST_KEPT = 1024
-_ACCUSED_KEPT = 1024
+_LIVES_KEPT = 1024
 
 Send = Callable[[FromDispatcher], None]
 SeatKey = tuple[str, str]
@@ -135,7 +135,9 @@ class RemotePlaces:
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
         self._workers: dict[SeatKey, _RemoteWorker] = {}
-        self._accused: deque[SeatKey] = deque(maxlen=_ACCUSED_KEPT)
+        self._accused: deque[SeatKey] = deque(maxlen=_LIVES_KEPT)
+        self._lost: OrderedDict[SeatKey, deque[int]] = OrderedDict()
+        """The jobs that workers had when they were given up: those that come back may still have scored them."""
         self._send: Send | None = None
         self._settled_at = 0.0
         self._num_jobs = 0
@@ -227,6 +229,7 @@ class RemotePlaces:
         worker = self._workers.get(key)
         if worker is None:
             worker = self._workers[key] = _RemoteWorker(seat)
+            worker.past.extend(self._lost.pop(key, ()))
             self._has_seen_any = True
         before, worker.seat, worker.is_missing = worker.seat.connection, seat, False
         if seat.connection and seat.connection != before:
@@ -308,3 +311,6 @@ class RemotePlaces:
             log.info("reward worker %s: %s; %d answers are scored elsewhere", worker.seat.worker, why, len(worker.jobs))
         for job in list(worker.jobs.values()):
             self._take_back(worker, job, WorkerLost(f"{worker.seat.worker}: {why}", is_suspect=is_suspect))
+        self._lost[worker.key] = worker.past
+        if len(self._lost) > _LIVES_KEPT:
+            self._lost.popitem(last=False)
