@@ -41,7 +41,7 @@ async def dispatched(recipe: Recipe, dialer: Dialer, fleet: Fleet, pool: RewardP
     assert fleet.opened is not None
     terms = pack_terms(terms_of(recipe))
     dispatcher = Dispatcher(pool.remote, dialer, fleet.opened.session, terms, recipe.rewards.processes)
-    async with meanwhile(dispatcher.run(), _tell_that_nobody_scores(pool)):
+    async with meanwhile(dispatcher.run(), _tell_of_places(recipe, pool)):
         yield
 
 
@@ -74,11 +74,19 @@ def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     return shlex.join(["polyrl", "worker", "--rewards", *joining])
 
 
-async def _tell_that_nobody_scores(pool: RewardPool) -> None:
+async def _tell_of_places(recipe: Recipe, pool: RewardPool) -> None:
+    """Say, until cancelled, that nobody scores; and once that there are more places than are used."""
     since: float | None = None
-    told_at = 0.0
+    told_at, is_told = 0.0, False
+    slots = recipe.rewards.max_under_way
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
+        if not is_told and pool.remote.num_places > slots:
+            is_told = True
+            log.warning(
+                "reward workers have %d places, and %d answers are scored at once: rewards.slots = %d uses all of them",
+                *(pool.remote.num_places, slots, pool.remote.num_places + recipe.rewards.processes),
+            )
         num, now = pool.state().waiting, time.monotonic()
         if not num or not pool.is_without_places:
             since = None

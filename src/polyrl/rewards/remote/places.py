@@ -164,16 +164,20 @@ class RemotePlaces:
         """Workers that are connected, and stay."""
         return sum(bool(one.seat.connection) and not one.seat.draining for one in self._workers.values())
 
+    @property
+    def num_places(self) -> int:
+        """Places of the workers that are connected."""
+        return sum(min(one.seat.places, MAX_PLACES) for one in self._workers.values() if one.seat.connection)
+
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; nothing as long as no reward worker has joined."""
         scored, lost = self._num_scored, self._num_lost
         self._num_scored = self._num_lost = 0
         if not self._has_seen_any:
             return {}
-        places = sum(min(one.seat.places, MAX_PLACES) for one in self._workers.values() if one.seat.connection)
         return {
             "reward/remote_workers": self.num_workers,
-            "reward/remote_places": places,
+            "reward/remote_places": self.num_places,
             "reward/remote_scored": scored,
             "reward/remote_lost": lost,
         }
