@@ -19,6 +19,7 @@ from tests.integration.live import PATIENCE_S, QUICK, Live, manager, run, traine
 from tests.rewards.sandbox.conftest import bubblewrap
 
 from polyrl.config.rewards import WeightedReward
+from polyrl.errors import UserError
 from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.http import Front
 from polyrl.manager.service import Service
@@ -372,9 +373,11 @@ class Liar:
 
 
 @asynccontextmanager
-async def liar(live: Live, places: int = 4, name: str = "liar", *, greets: bool = True) -> AsyncIterator[Liar]:
+async def liar(
+    live: Live, places: int = 4, name: str = "liar", *, secret: str = "0" * 32, greets: bool = True
+) -> AsyncIterator[Liar]:
     async with Dialer(live.url, live.token("reward")) as dialer:
-        request = RewardJoinRequest(name=name, protocol=frames.PROTOCOL, secret="0" * 32, places=places)
+        request = RewardJoinRequest(name=name, protocol=frames.PROTOCOL, secret=secret, places=places)
         joined = await dialer.post("/v1/reward-workers/join", request, RewardJoinReply)
         socket = await dialer.stream("/v1/reward-worker", joined.session, r.MAX_DISPATCHER_FRAME_BYTES)
         peer = Liar(socket)
@@ -435,6 +438,9 @@ def test_a_worker_that_says_what_cannot_be_true_is_refused_and_its_answers_are_s
             if lie != "a result of two megabytes":  # such a frame is not read: its connection is cut
                 assert "liar" in live.service.lobby.turned_away
                 await until(lambda: peer.release is not None and peer.release.in_anger, "it was told so")
+                with pytest.raises(UserError, match="reward worker 'another' was sent away: "):
+                    async with liar(live, name="another"):  # the same process, as its secret tells
+                        pass
 
     run(scenario(), 60.0)
 
@@ -445,7 +451,7 @@ def test_frames_before_the_hello_and_silence_end_a_session(tmp_path: Path):
             async with liar(live, greets=False) as peer:
                 await peer.say(r.RewardReady(1, 1))
                 await until(lambda: live.refused.get("order") == 1, "it is refused")
-            async with liar(live, name="silent"):
+            async with liar(live, name="silent", secret="2" * 32):
                 await until(lambda: "silent" not in live.service.lobby.reward_relay.workers, "it is missed")
 
     run(scenario(), 60.0)

@@ -14,7 +14,7 @@ from polyrl.errors import Refused
 from polyrl.ids import WorkerName
 from polyrl.manager.frames_in.joining import is_key
 from polyrl.manager.lobby import Lobby
-from polyrl.manager.peers.reward_sessions import RewardSession
+from polyrl.manager.peers.reward_sessions import RewardSession, life_of
 from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
@@ -23,11 +23,14 @@ from polyrl.wire.control import RewardJoinReply, RewardJoinRequest
 log = logging.getLogger("polyrl.manager")
 
 MAX_REWARD_WORKERS = 1024
+_MAX_SENT_AWAY = 1024
 
 
 def join(lobby: Lobby, request: RewardJoinRequest) -> RewardJoinReply:
     """Let a reward worker in. Raises Refused for a name that another one has, and where there is no room."""
     name, workers = request.name, lobby.reward_relay.workers
+    if (why := lobby.reward_relay.sent_away.get(life_of(request))) is not None:
+        raise Refused("sent_away", f"reward worker {name!r} was sent away: {why}")
     former = workers.get(name)
     if former is None and len(workers) >= MAX_REWARD_WORKERS:
         raise Refused("full", f"{len(workers)} reward workers are here; expected fewer than {MAX_REWARD_WORKERS}")
@@ -88,6 +91,10 @@ def refuse(lobby: Lobby, session: RewardSession, kind: str, why: str) -> None:
     lobby.refused[kind] += 1
     log.warning("reward worker %s is refused: %s", session.name, why)
     lobby.turn_away(WorkerName(session.name), f"refused: {why}")
+    away = lobby.reward_relay.sent_away
+    away[session.life] = why
+    if len(away) > _MAX_SENT_AWAY:
+        del away[next(iter(away))]
     forget(lobby, session, f"refused: {why}", in_anger=True)
 
 

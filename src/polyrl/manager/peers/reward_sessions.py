@@ -16,13 +16,18 @@ _FRAMES_A_SECOND = 16.0
 """Frames beside results that were asked for, at once and from then on. An honest worker sends a report a beat."""
 
 
+def life_of(facts: RewardJoinRequest) -> str:
+    """Return the name of the process, by which others may know it: its secret cannot be told from it."""
+    return hashlib.blake2b(facts.secret.encode(), digest_size=12).hexdigest()
+
+
 class RewardSession:
     """The session of a reward worker."""
 
     def __init__(self, key: str, facts: RewardJoinRequest) -> None:
         self.key, self.facts = key, facts
         self.name = facts.name
-        self.life = hashlib.blake2b(facts.secret.encode(), digest_size=12).hexdigest()
+        self.life = life_of(facts)
         self.link: Link | None = None
         self.greeted = self.is_ready = self.is_draining = False
         """On its present connection: it has said RewardHello; it can score by the present rules. And: it leaves."""
@@ -87,6 +92,8 @@ class RewardRelay:
         """The trainer's; None until it has dialled."""
         self.num_local: int | None = None
         """Reward processes of the trainer's own; None until it has dialled."""
+        self.sent_away: dict[str, str] = {}
+        """The last lives that were refused, and why: such a process does not come back."""
         self.num_connections = 0
         self.none_since = time.monotonic()
         """Since when no reward worker is ready, if none is."""
