@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from polyrl.errors import ConfigError, PolyrlError, UserError
+from polyrl.errors import ConfigError, PolyrlError, UserError, one_line
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote import travel
 from polyrl.rewards.remote.travel import RewardTerms
-from polyrl.rewards.reward import RewardFailed, RewardUnavailable
+from polyrl.rewards.reward import RewardUnavailable
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
@@ -282,19 +282,22 @@ class RewardAgent:
         try:
             result = travel.pack_reply(await pool.run(travel.read_call(given.body)))
             self._num_scored += 1
-        except (RewardFailed, RewardUnavailable, ConfigError) as error:
-            result = travel.pack_failure(error)
-            self._num_failed += 1
-            self._tell(error)
+        except PolyrlError as error:
+            result = self._fail(error)
+        except Exception as error:
+            log.exception("a bug of ours: an answer could not be scored")
+            result = self._fail(RewardUnavailable(one_line(error)))
         self._results[given.job] = result
         del self._jobs[given.job]
         while len(self._results) > _KEPT_RESULTS:
             self._results.popitem(last=False)
         await self._send(r.JobDone(given.job, result))
 
-    def _tell(self, error: PolyrlError) -> None:
+    def _fail(self, error: PolyrlError) -> bytes:
+        self._num_failed += 1
         if (often := self._failures.again(str(error))) is not None:
             log.warning("no reward: %s%s", error, often)
+        return travel.pack_failure(error)
 
 
 def _decode(url: str, data: bytes) -> r.ToRewardWorker:
