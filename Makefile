@@ -9,7 +9,7 @@ NAME ?=
 FOR_TESTS := hypothesis openai pytest pytest-timeout pytest-xdist transformers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts test-environments environments engines check format bench model docs clean
+.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts test-environments test-web environments engines check format bench model docs clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real m
 
 test-gpu-scripts: setup ## run the scripts for GPUs with tiny models on the CPU (minutes)
 	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu $(ARGS)
+
+test-web: setup ## open the dashboard in a real browser (needs chromium; installs playwright once)
+	@$(BIN)/python -c "import playwright" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python -m pytest -m web tests/web $(ARGS)
 
 test-environments: setup environments ## play public environments, and train on three while processes are killed (installs their packages once)
 	.venv-environments/bin/python -m pytest tests/hosts $(ARGS)

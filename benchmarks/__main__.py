@@ -48,6 +48,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "two minutes",
         "benchmarks.adaptive_timeout",
     ),
+    "dashboard": Benchmark(
+        "the manager while pages look at its run, and while none does", "four minutes", "benchmarks.dashboard"
+    ),
     "published": Benchmark(
         "published figures of RollPacker and RLBoost beside simulated ones", "eight minutes", "benchmarks.published"
     ),

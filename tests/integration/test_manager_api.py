@@ -45,7 +45,7 @@ from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSetti
 from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames
 from polyrl.wire.control import ErrorReply, RunReply, RunRequest, Status
-from polyrl.wire.credentials import TOKEN_VARIABLE, bearer, client_tls, server_tls
+from polyrl.wire.credentials import TOKEN_FILES, TOKEN_VARIABLE, bearer, client_tls, server_tls
 from polyrl.wire.dial import Dialer
 
 POLYRL = [sys.executable, "-m", "polyrl"]
@@ -63,7 +63,8 @@ SCHEMA = schemathesis.openapi.from_dict(
 )
 ALL: Any = list(HealthCheck)
 OPERATIONS = [(route.path, route.method.lower()) for route in ROUTES]
-FREE = ("/v1/health",)
+FREE = ("/v1/health", "/dash", "/dash/", "/dash/page/{name}")
+FOR_LOOKERS = ("/dash/api/{name}",)
 FOR_WORKERS = ("/v1/openapi.json", "/v1/join", "/v1/worker", "/v1/workers/{name}")
 FOR_ASKERS = ("/v1/models", "/v1/completions", "/v1/chat/completions")
 JOIN = {"name": "w1", "protocol": frames.PROTOCOL, "engine": "script", "slots": 4}
@@ -111,7 +112,8 @@ def test_every_operation_has_a_name_and_a_line_of_its_own():
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_a_token_opens_what_its_scope_allows(live: Live, path: str, method: str):
     def ask(headers: dict[str, str]) -> requests.Response:
-        return requests.request(method, live.url + path.format(name="w1"), headers=headers, timeout=PATIENCE_S)
+        name = "app.js" if "page" in path else "w1"
+        return requests.request(method, live.url + path.format(name=name), headers=headers, timeout=PATIENCE_S)
 
     nobody = [{}, {"Authorization": "Basic dXNlcg=="}, bearer(""), bearer("x" * 43), bearer(live.token("admin")[:-1])]
     for headers in nobody:
@@ -120,6 +122,7 @@ def test_a_token_opens_what_its_scope_allows(live: Live, path: str, method: str)
         assert path in FREE or told(path, answer).startswith("a valid token")
     assert (ask(live.headers("worker")).status_code != 403) == (path in (*FREE, *FOR_WORKERS))
     assert (ask(live.headers("generate")).status_code != 403) == (path in (*FREE, *FOR_ASKERS))
+    assert (ask(live.headers("view")).status_code != 403) == (path in (*FREE, *FOR_LOOKERS))
     assert ask(live.headers("admin")).status_code not in (401, 403)
 
 
@@ -131,10 +134,10 @@ def told(path: str, answer: requests.Response) -> str:
 
 
 def test_tokens_are_in_files_that_only_their_owner_reads(live: Live):
-    for scope in ("worker", "generate", "admin"):
+    for scope in TOKEN_FILES:
         path = live.service.run_dir / f"{scope}.token"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len({live.token(scope) for scope in ("worker", "generate", "admin")}) == 3
+    assert len({live.token(scope) for scope in TOKEN_FILES}) == len(TOKEN_FILES)
 
 
 # What is refused

@@ -1,4 +1,5 @@
-"""`polyrl doctor`: why a run waits, since when, what happens next, and where the time of its last steps went."""
+"""`polyrl doctor`: why a run waits, since when, what happens next, and where the time of its last steps went; and,
+before a run, whether this machine and a recipe fit."""
 
 import argparse
 import asyncio
@@ -21,10 +22,15 @@ examples:
   polyrl doctor runs/first
   polyrl doctor runs/first --json
   polyrl doctor --manager http://host:5000 --token-file admin.token
+  polyrl doctor --machine
+  polyrl doctor --recipe my.toml
 
 RUN is the directory of a run, live, ended or killed. The manager is asked twice, a moment apart; metrics.jsonl says
 where the time of the last steps went. Exit code 0: it goes on by itself, or is done. 1: it waits for something that
-does not come by itself, and what to do. 2: there is no such run, or its manager does not answer."""
+does not come by itself, and what to do. 2: there is no such run, or its manager does not answer.
+
+--machine looks this machine over before a run, --recipe a recipe on it as well. Exit code 0: nothing is wrong; 1:
+something is, and what to do."""
 
 _APART_S = 2.0
 
@@ -35,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help="the directory of a run on this machine")
     parser.add_argument("--manager", metavar="URL", help="default: that of RUN")
     dialing.add_credentials(parser)
+    parser.add_argument("--machine", action="store_true", help="look this machine over, before a run")
+    parser.add_argument("--recipe", metavar="FILE", help="look a recipe over on this machine: a file, or a name")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -42,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.run import diagnosis, hosts, workers
     from polyrl.telemetry import last_steps
 
+    if args.machine or args.recipe is not None:
+        return _look_over(args)
     if args.run_dir is None and args.manager is None:
         raise UserError("expected RUN, the directory of a run, or --manager URL")
     run_dir = None if args.run_dir is None else Path(args.run_dir)
@@ -62,6 +72,25 @@ def run(args: argparse.Namespace) -> int:
         joining += [f"a host joins with: {one}" for one in join_hosts]
         _print(found, [*past, *joining], runs=runs)
     return EXIT_NEEDS_HELP if found.needs_help else EXIT_OK
+
+
+def _look_over(args: argparse.Namespace) -> int:
+    from polyrl.config.recipe_files import load_recipe
+    from polyrl.run.machine import check_machine, check_recipe
+
+    recipe = None if args.recipe is None else load_recipe(args.recipe, [])
+    run_dir = Path("runs" if recipe is None else recipe.run_dir)
+    found = check_machine(run_dir) + ([] if recipe is None else check_recipe(recipe, run_dir))
+    is_wrong = any(one.verdict == "wrong" for one in found)
+    if args.json:
+        print(json.dumps({"wrong": is_wrong, "checks": [one._asdict() for one in found]}, indent=2))
+        return EXIT_NEEDS_HELP if is_wrong else EXIT_OK
+    width = max(len(one.name) for one in found)
+    for one in found:
+        print(f"{one.verdict:<7}  {one.name:<{width}}  {one.what}")
+        if one.do and one.verdict != "ok":
+            print(f"{'':<7}  {'':<{width}}  you could: {one.do}")
+    return EXIT_NEEDS_HELP if is_wrong else EXIT_OK
 
 
 def _examine(args: argparse.Namespace) -> "Diagnosis":

@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.run.kept_samples import Kept
+    from polyrl.run.kept_samples import Kept, text_decoder
 
     run_dir = Path(args.run)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: there is no such directory; expected that of a run")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit: got {args.limit}, expected at least 1")
-    kept, text_of = Kept(run_dir), _texts(run_dir, args.tokenizer)
+    kept, text_of = Kept(run_dir), text_decoder(run_dir, args.tokenizer)
     limit = args.limit if args.limit is not None else None if args.json else _LIMIT
     order = "best" if args.best else "worst" if args.worst else None
     found = list(islice(kept.choose(text_of, step=args.step, grep=args.grep, order=order), limit))
@@ -60,20 +60,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _show(found, text_of, kept, full=args.full)
     return 0
-
-
-def _texts(run_dir: Path, folder: str | None) -> "Texts":
-    """Return a decoder, from the directory or else the run's recipe; without either it shows tokens as numbers."""
-    from polyrl.config import load_toml
-    from polyrl.data.tokens import ModelTokenizer
-
-    recipe = run_dir / "recipe.toml"
-    if folder is None and recipe.is_file():
-        folder = load_toml(recipe).get("model", {}).get("path")
-    if folder is None:
-        return lambda tokens: " ".join(map(str, tokens))
-    tokenizer = ModelTokenizer(folder)
-    return lambda tokens: tokenizer.text(list(tokens))
 
 
 def _as_json(sample: "KeptSample", text_of: "Texts") -> dict[str, Any]:

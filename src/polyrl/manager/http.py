@@ -22,6 +22,7 @@ from aiohttp import web
 from polyrl.disk import write_whole
 from polyrl.errors import Refused, UserError
 from polyrl.manager import asking, opening
+from polyrl.manager.dashboard import Dashboard
 from polyrl.manager.peers.door import Connection, Door, Handshake
 from polyrl.manager.peers.streams import FindModule, Streams
 from polyrl.manager.routes import ROUTES, BadRequest, Route, RouteCall
@@ -74,6 +75,7 @@ class Front:
         self._service = service
         self._answerer = Answerer(service, served)
         self._streams = Streams(service, find)
+        self._dashboard = Dashboard(service)
         self._limits = service.settings.limits
         self._joins = JoinLimit(self._limits.joins_per_s)
         self._door = Door(self._limits.connections_per_address, service.count_refusal)
@@ -134,6 +136,7 @@ class Front:
     async def close(self, why: str) -> None:
         self._streams.close(why)
         self._answerer.close(why)
+        await self._dashboard.close()
         if self._listener is not None:
             self._listener.close()
         await asyncio.sleep(0.05)  # goodbyes go out
@@ -185,7 +188,9 @@ class Front:
             if route.is_limited and not self._joins.allows(request.remote or "", time.monotonic()):
                 raise BadRequest(429, "join_rate", "too many joins from this address; try again in a second")
             body = None if route.body is None else await self._body(request, route, route.body)
-            answer = await route.handle(RouteCall(request, scope, body, self._service, self._answerer, self._streams))
+            answer = await route.handle(
+                RouteCall(request, scope, body, self._service, self._answerer, self._streams, self._dashboard)
+            )
             return _reply(answer) if isinstance(answer, msgspec.Struct) else answer
 
         return serve

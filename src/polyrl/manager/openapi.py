@@ -23,7 +23,7 @@ _ERRORS = {
     400: "It is not what was expected; the line says where and why.",
     401: "There is no token, or none that this run knows.",
     403: "The token's scope does not allow this; the admin token's does.",
-    404: "There is no worker of that name.",
+    404: "There is no worker, host or part of that name.",
     408: "The body did not come within `limits.request_timeout_s`.",
     409: "It does not fit the state: another protocol, another configuration, no run, an engine without a model.",
     410: "The session is over: join, or open the run, again.",
@@ -43,6 +43,7 @@ _CONTENT_TYPES = {
     "json": ("application/json",),
     "text": ("text/plain",),
     "events": ("application/json", "text/event-stream"),
+    "page": ("text/html", "text/css", "text/javascript", "image/svg+xml"),
 }
 """With `stream`, answers are server-sent events, the last one `[DONE]`, as OpenAI has it."""
 _OPEN_TO_ALL: list[dict[str, list[str]]] = []
@@ -64,9 +65,9 @@ def document(routes: "Sequence[Route]") -> Schema:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             "description": (
                 "Control of a run: joining, opening, status; and answers for whoever asks, as OpenAI's clients do. "
-                "Every route but health wants a bearer token; a worker's token may join and stream, the generate "
-                "token may ask, the admin token may do everything. Whatever is refused is answered with one line of "
-                "JSON."
+                "Every route but health and the dashboard's page wants a bearer token; a worker's token may join and "
+                "stream, the generate token may ask, the view token may look, the admin token may do everything. "
+                "Whatever is refused is answered with one line of JSON."
             ),
         },
         "security": [{"token": []}],
@@ -100,7 +101,7 @@ def _done(route: "Route") -> Schema:
     if route.kind == "socket":
         return {"101": {"description": "It is open. Say Hello first."}}
     content: Schema = {kind: {"schema": {"type": "string"}} for kind in _CONTENT_TYPES[route.kind]}
-    if route.kind != "text":
+    if route.kind not in ("text", "page"):
         content["application/json"] = {"schema": {"type": "object"} if route.reply is None else _ref(route.reply)}
     return {"200": {"description": "Done.", "content": content}}
 

@@ -19,7 +19,8 @@ from aiohttp import web
 
 from polyrl.errors import RequestError
 from polyrl.ids import HostName, WorkerName
-from polyrl.manager import opening
+from polyrl.manager import opening, page
+from polyrl.manager.dashboard import Dashboard
 from polyrl.manager.frames_in import from_hosts, host_joining, joining, reward_joining
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.openapi import document
@@ -57,6 +58,7 @@ class RouteCall(NamedTuple):
     service: Service
     answerer: Answerer
     streams: Streams
+    dashboard: Dashboard
 
     @property
     def name(self) -> WorkerName:
@@ -91,8 +93,8 @@ class Route(NamedTuple):
     """The type of a reply in JSON."""
     errors: tuple[int, ...] = ()
     """Refusals beside those that every route has for its token, its body and its session."""
-    kind: Literal["json", "text", "events", "socket"] = "json"
-    """Text, JSON or server-sent events; or a WebSocket."""
+    kind: Literal["json", "text", "events", "page", "socket"] = "json"
+    """Text, JSON or server-sent events; a file of the page; or a WebSocket."""
     is_limited: bool = False
     """Requests of one address are bounded a second (limits.joins_per_s)."""
     may_be_empty: bool = False
@@ -248,6 +250,28 @@ async def dispatcher_stream(call: RouteCall) -> web.StreamResponse:
     return await call.streams.run(call.http, DispatcherSession())
 
 
+# The page
+
+
+async def dash(_: RouteCall) -> web.Response:
+    return page.part()
+
+
+async def dash_page(_: RouteCall) -> web.Response:
+    return page.part()
+
+
+async def dash_part(call: RouteCall) -> web.Response:
+    try:
+        return page.part(call.http.match_info["name"])
+    except page.NoSuchPart as error:
+        raise BadRequest(404, "route", str(error)) from error
+
+
+async def dash_data(call: RouteCall) -> web.StreamResponse:
+    return await call.dashboard.pass_on(call.http)
+
+
 # Answers
 
 
@@ -321,6 +345,10 @@ ROUTES = (
         reply=control.PauseReply, errors=(409,),
     ),
     Route("POST", "/v1/resume", "admin", resume, "Give leases again.", reply=control.PauseReply, errors=(409,)),
+    Route("GET", "/dash/api/{name}", "view", dash_data, "The dashboard's data.", errors=(400, 404, 409, 429)),
+    Route("GET", "/dash", None, dash, "The dashboard: a page for browsers.", kind="page"),
+    Route("GET", "/dash/", None, dash_page, "The dashboard, as well.", kind="page"),
+    Route("GET", "/dash/page/{name}", None, dash_part, "Parts of the dashboard's page.", errors=(404,), kind="page"),
     Route("GET", "/v1/models", "generate", models, "The model that answers.", reply=replies.ModelList),
     Route(
         "POST", "/v1/completions", "generate", complete, "Go on after a prompt.",

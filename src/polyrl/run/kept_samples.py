@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from polyrl.client import EpisodeCall
+from polyrl.config import load_toml
+from polyrl.data.tokens import ModelTokenizer
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import GroupId, SampleId, group_of, show_sample
 from polyrl.journal.files import find_begun, open_journal
@@ -37,11 +39,29 @@ Texts = Callable[[Sequence[int]], str]
 """From tokens to text."""
 
 
+def text_decoder(run_dir: Path, folder: str | None = None) -> Texts:
+    """Return a decoder, of `folder` or else the run's recipe; without either it shows tokens as numbers.
+
+    Raises UserError for a directory without a tokenizer.
+    """
+    recipe = run_dir / "recipe.toml"
+    if folder is None and recipe.is_file():
+        folder = load_toml(recipe).get("model", {}).get("path")
+    if folder is None:
+        return lambda tokens: " ".join(map(str, tokens))
+    tokenizer = ModelTokenizer(folder)
+    return lambda tokens: tokenizer.text(list(tokens))
+
+
 class KeptSpan(NamedTuple):
     """Consecutive tokens of an episode that the policy drew, or that it was given."""
 
     drawn: bool
     tokens: Sequence[int]
+    logprobs: Sequence[float] = ()
+    """The log-probabilities that drawn tokens were drawn with."""
+    writers: Sequence[int] = ()
+    """For each drawn token, the place of its segment in the sample's `turns`."""
 
 
 class KeptSample(NamedTuple):
@@ -62,6 +82,8 @@ class KeptSample(NamedTuple):
     sequences: tuple[tuple[KeptSpan, ...], ...] = ()
     """The training sequences of an episode; empty: `answer` was drawn in one piece. `prompt` and `answer` are the first
     sequence's."""
+    logprobs: Sequence[float] = ()
+    """Of an answer that was drawn in one piece: the log-probabilities that its tokens were drawn with."""
 
     @property
     def texts(self) -> list[Sequence[int]]:
@@ -154,27 +176,37 @@ def _episodes(group: TrainGroup) -> list[list[TrainSample]]:
 def _of_entry(step: int, episode: list[TrainSample], index: int, state: KeptState) -> KeptSample:
     sample = episode[0]
     is_one_answer = len(episode) == 1 and sample.drawn is None
-    writers = dict.fromkeys(segment for one in episode for segment in one.written_by)
+    turns = tuple(dict.fromkeys(segment for one in episode for segment in one.written_by))
     return KeptSample(
         step, f"{sample.group}/{index}", state, sample.prompt.tolist(), sample.answer.tolist(), sample.reward,
-        dict(sample.parts), sample.finish, tuple(writers), sum(one.num_drawn for one in episode),
-        () if is_one_answer else tuple(map(_spans_of_entry, episode)),
+        dict(sample.parts), sample.finish, sample.written_by if is_one_answer else turns,
+        sum(one.num_drawn for one in episode),
+        () if is_one_answer else tuple(_spans_of_entry(one, turns) for one in episode),
+        sample.logprobs.tolist() if is_one_answer else (),
     )  # fmt: skip
 
 
-def _spans_of_entry(sample: TrainSample) -> tuple[KeptSpan, ...]:
+def _spans_of_entry(sample: TrainSample, turns: Sequence[TrainSegment]) -> tuple[KeptSpan, ...]:
     num_prompt = len(sample.prompt)
     positions = range(len(sample.answer)) if sample.drawn is None else sample.drawn.tolist()
     drawn = [num_prompt + one for one in positions]
-    return _spans([*sample.prompt.tolist(), *sample.answer.tolist()], drawn)
+    writers = [turns.index(segment) for segment in sample.written_by for _ in range(segment.num_tokens)]
+    return _spans([*sample.prompt.tolist(), *sample.answer.tolist()], drawn, sample.logprobs.tolist(), writers)
 
 
-def _spans(tokens: Sequence[int], drawn: Sequence[int]) -> tuple[KeptSpan, ...]:
+def _spans(
+    tokens: Sequence[int], drawn: Sequence[int], logprobs: Sequence[float] = (), writers: Sequence[int] = ()
+) -> tuple[KeptSpan, ...]:
     """Return the tokens in pieces, given and drawn ones in turn. `drawn`: the positions of the drawn ones."""
     is_drawn = np.zeros(len(tokens), bool)
     is_drawn[list(drawn)] = True
     starts = [0, *(np.flatnonzero(np.diff(is_drawn)) + 1).tolist(), len(tokens)]
-    return tuple(KeptSpan(bool(is_drawn[one]), tokens[one:end]) for one, end in pairwise(starts))
+    num_before = np.concatenate([[0], np.cumsum(is_drawn)])
+    found: list[KeptSpan] = []
+    for one, end in pairwise(starts):
+        part = slice(num_before[one], num_before[end])
+        found.append(KeptSpan(bool(is_drawn[one]), tokens[one:end], logprobs[part], writers[part]))
+    return tuple(found)
 
 
 def _open_samples(run_dir: Path) -> dict[int, list[KeptSample]]:
@@ -218,8 +250,9 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
     else:
         given, answer = () if prompt is None else columns.unpack_tokens(prompt.tokens), tokens.tolist()
     return KeptSample(
-        step, show_sample(sample), "open", given, answer, reward, text.parts, text.finish, turns, len(tokens), spans
-    )
+        step, show_sample(sample), "open", given, answer, reward, text.parts, text.finish, turns, len(tokens), spans,
+        () if spans else columns.view_cells(text.cells)["logprob"].tolist(),
+    )  # fmt: skip
 
 
 def _calls(text: SampleTokens) -> list[EpisodeCall]:

@@ -159,7 +159,7 @@ class _Teller:
         ledger = self._scheduler.ledger
         self._paid_before = {name: (line.paid_s, line.usd) for name, line in ledger.workers.items()}
         self._trainer_gone, self._trainer_left_at = [(0.0, ledger.trainer_gone_s)], ledger.trainer_left_at
-        self._watcher = _Watcher()
+        self._watcher = FleetWatcher()
         self._watcher.take_over(self._scheduler.desk.seats.values(), ledger)
         self._host_watcher.take_over(self._scheduler.desk.hosts.seats, ledger)
 
@@ -248,7 +248,7 @@ class _Teller:
         )
 
 
-class _Watcher:
+class FleetWatcher:
     """Watches the fleet: which workers are there, since when, and their activity."""
 
     def __init__(self) -> None:

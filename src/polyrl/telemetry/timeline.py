@@ -39,6 +39,10 @@ class Timeline:
             self.rows.setdefault(name, [])
             self._open[name] = (now, activity)
 
+    def doing(self, name: str) -> tuple[Seconds, str] | None:
+        """Return the machine's activity, and since when; None: it is gone."""
+        return self._open.get(name)
+
     def end(self, now: Seconds) -> None:
         for name in list(self._open):
             self.mark(name, None, now)

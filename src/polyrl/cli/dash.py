@@ -1,0 +1,143 @@
+"""`polyrl dash`: a run in the browser."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+import webbrowser
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyrl.errors import UserError
+
+if TYPE_CHECKING:
+    from polyrl.dashboard.watched import WatchedRun
+
+EXAMPLE = """\
+examples:
+  polyrl dash runs/first                  of a live run: the page on its manager's port
+  polyrl dash runs/first runs/second      both, and their curves in one picture
+  polyrl simulate spot-trace --out out/spot && polyrl dash out/spot
+
+RUN is the directory of a run, live, ended or killed, or of a simulation, or a journal. The printed link has a token
+that may look and change nothing. Ctrl+C ends it; a run does not notice."""
+
+_HEALTH_S = 3.0
+_MAX_RUNS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="the directory of a run, or a journal")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port to listen on; 0: any that is free")
+    parser.add_argument("--no-browser", action="store_true", help="print the link, and open no browser")
+    parser.add_argument("--tokenizer", metavar="DIR", help="a model's directory, where a run has no recipe")
+    parser.add_argument("--socket", metavar="FILE", help=argparse.SUPPRESS)  # for the manager, which starts it
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.run.event_loop import run_loop
+
+    paths = [Path(one) for one in args.runs]
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path}: there is no such file or directory; expected that of a run")
+    if len(paths) > _MAX_RUNS:
+        raise UserError(f"RUN: got {len(paths)}, expected at most {_MAX_RUNS}")
+    if not 0 <= args.port < 1 << 16:
+        raise UserError(f"--port: got {args.port}, expected one from 0 to 65535")
+    if args.socket is not None:
+        run_loop(_serve_manager(paths[0], args.socket))
+        return 0
+    link = live_link(paths[0]) if len(paths) == 1 else None
+    if link is not None:
+        _open(link, args)
+        return 0
+    with contextlib.suppress(asyncio.CancelledError):
+        run_loop(_serve(paths, args))
+    return 0
+
+
+def _open(link: str, args: argparse.Namespace) -> None:
+    print(link, flush=True)
+    if not args.no_browser:
+        webbrowser.open(link)
+
+
+def live_link(path: Path) -> str | None:
+    """Return the page of a run whose manager answers; None if there is none."""
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    from polyrl.wire.credentials import TOKEN_FILES, read_token_file
+
+    try:
+        url = json.loads((path / "manager.json").read_text(encoding="utf-8"))["url"].replace(
+            "//0.0.0.0:", "//127.0.0.1:"
+        )
+        if url.startswith("http://"):
+            with urlopen(f"{url}/v1/health", timeout=_HEALTH_S):
+                pass
+        return f"{url}/dash/#token={read_token_file(path / TOKEN_FILES['view'])}"
+    except (OSError, ValueError, KeyError, URLError, UserError):
+        return None
+
+
+async def _serve(paths: list[Path], args: argparse.Namespace) -> None:
+    from aiohttp import web
+
+    from polyrl.dashboard.server import ROOT, DashboardServer, serving
+    from polyrl.dashboard.watched import WatchedRun
+
+    runs = [WatchedRun(path, live=False, folder=args.tokenizer) for path in paths]
+    for one in runs:
+        one.start()
+    token = secrets.token_urlsafe(24)
+    try:
+        async with serving(
+            DashboardServer(runs, token), lambda runner: web.TCPSite(runner, args.host, args.port)
+        ) as site:
+            port = site.name.rpartition(":")[2] if args.port else _port_of(site)
+            _open(f"http://{args.host}:{port}{ROOT}/#token={token}", args)
+            await asyncio.Event().wait()
+    except OSError as error:
+        raise UserError(f"--port: cannot listen on {args.host}:{args.port}: {error.strerror or error}") from error
+
+
+def _port_of(site: object) -> int:
+    return site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+
+
+async def _serve_manager(path: Path, socket: str) -> None:
+    """Serve a live run behind its manager, which tells its state on standard input, and ends us by closing it."""
+    from aiohttp import web
+
+    from polyrl.dashboard.server import DashboardServer, serving
+    from polyrl.dashboard.watched import WatchedRun
+
+    watched = WatchedRun(path, live=True)
+    watched.start()
+    async with serving(DashboardServer([watched], None), lambda runner: web.UnixSite(runner, socket)):
+        print("ready", flush=True)
+        async for line in _input_lines():
+            _hear(watched, line)
+
+
+def _hear(watched: "WatchedRun", line: bytes) -> None:
+    from polyrl.dashboard.watched import read_status
+
+    status = read_status(line)
+    if status is not None:
+        watched.tell(status)
+
+
+async def _input_lines() -> AsyncIterator[bytes]:
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line

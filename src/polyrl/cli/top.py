@@ -1,0 +1,80 @@
+"""`polyrl top`: a live run in the terminal, from another one or over ssh: rounds, workers, waits, the last steps."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyrl.cli import dialing
+from polyrl.errors import UserError
+
+if TYPE_CHECKING:
+    from polyrl.run.display import Display
+
+EXAMPLE = """\
+examples:
+  polyrl top runs/first
+  polyrl top --manager http://host:5000 --token-file admin.token
+
+RUN is the directory of a live run. Ctrl+C ends it; the run does not notice. Without a terminal: polyrl status."""
+
+_STEPS_SHOWN = 5
+_LOOK_EVERY_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run_dir", metavar="RUN", nargs="?", help="the directory of a live run on this machine")
+    parser.add_argument("--manager", metavar="URL", help="default: that of RUN")
+    dialing.add_credentials(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.run.event_loop import run_loop
+
+    if args.run_dir is None and args.manager is None:
+        raise UserError("expected RUN, the directory of a live run, or --manager URL")
+    if not sys.stdout.isatty():
+        raise UserError("standard output is no terminal; expected one, or use polyrl status")
+    run_loop(_watch(args))
+    return 0
+
+
+async def _watch(args: argparse.Namespace) -> None:
+    from polyrl.config import load_toml
+    from polyrl.run import local_worker
+    from polyrl.run.display import Display
+    from polyrl.wire.control import Status
+
+    run_dir = None if args.run_dir is None else Path(args.run_dir)
+    async with dialing.dialer(args) as dialer:
+        await dialing.answer(
+            dialer, "/v1/status", Status
+        )  # what is wrong with address or token is said once, and ends it
+    recipe = {} if run_dir is None or not (run_dir / "recipe.toml").is_file() else load_toml(run_dir / "recipe.toml")
+    num_steps = recipe.get("train", {}).get("steps", 0)
+    name = args.manager if run_dir is None else run_dir.resolve().name
+    async with Display(str(name), num_steps, dialing.dialer(args), local_worker.NAME) as display:
+        if run_dir is None:
+            await asyncio.Event().wait()
+        else:
+            await _follow_steps(display, run_dir)
+
+
+async def _follow_steps(display: "Display", run_dir: Path) -> None:
+    """Tell the display of the steps in the run's metrics, as they come."""
+    from polyrl.telemetry.metrics import FILE_NAME, read_steps
+
+    last, file = None, run_dir / FILE_NAME
+    while True:
+        steps = read_steps(file) if file.exists() else []
+        new = steps[-_STEPS_SHOWN:] if last is None else [one for one in steps if int(one["step"] or 0) > last]
+        for metrics in new:
+            last = int(metrics["step"] or 0)
+            display.step_ended(last, metrics)
+        if new or last is None:
+            display.step_begins(0 if last is None else last + 1)
+            last = -1 if last is None else last
+        await asyncio.sleep(_LOOK_EVERY_S)

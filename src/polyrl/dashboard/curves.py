@@ -1,0 +1,97 @@
+"""A run's metrics as columns, read from `metrics.jsonl` as it grows; of a simulation, from the steps of its journal.
+
+Rules kept here: a line that is still being written is read later. A file that became shorter, because the run went on
+from an earlier step, is read anew. The number of names is bounded: a recipe's own metrics may have any name.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import msgspec
+
+from polyrl.scheduling.core.ledger import StepLine
+from polyrl.telemetry.metrics import FILE_NAME, MetricValue, from_step_line
+
+Column = list[float | None]
+_MAX_NAMES = 2_000
+_decode = msgspec.json.Decoder(dict[str, float | int | str | None]).decode
+
+
+class Curves:
+    """The metrics of a run. `refresh` first, then ask."""
+
+    def __init__(self, path: Path, lines: Callable[[], Sequence[StepLine]]) -> None:
+        """`path` is a run's directory, or a journal; `lines` gives the steps that the journal knows."""
+        self._file = path / FILE_NAME
+        self._lines = lines
+        self._offset = 0
+        self.steps: list[int] = []
+        self._columns: dict[str, Column] = {}
+        self._kinds: list[str] = []
+
+    def refresh(self) -> int:
+        """Read what is new, and return the number of steps."""
+        if self._file.is_file():
+            for line in self._new_lines():
+                self._add(line)
+        else:
+            known = len(self.steps)
+            for before, line in list(pairwise([None, *self._lines()]))[known:]:
+                assert line is not None
+                self._add({"step": line.step, **from_step_line(line, before)})
+        return len(self.steps)
+
+    def _new_lines(self) -> Iterator[Mapping[str, MetricValue]]:
+        with self._file.open("rb") as file:
+            if file.seek(0, 2) < self._offset:
+                self._offset, self.steps, self._columns, self._kinds = 0, [], {}, []
+            file.seek(self._offset)
+            for raw in file.read().splitlines(keepends=True):
+                if not raw.endswith(b"\n"):
+                    return
+                self._offset += len(raw)
+                try:
+                    line = _decode(raw)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                if isinstance(line.get("step"), int) and any(not _is_of_validation(name) for name in line):
+                    yield line
+
+    def _add(self, line: Mapping[str, MetricValue]) -> None:
+        num = len(self.steps)
+        self.steps.append(int(line["step"] or 0))
+        self._kinds.append(str(line.get("rounds/kind") or ""))
+        for name, value in line.items():
+            if isinstance(value, str) or (name not in self._columns and len(self._columns) >= _MAX_NAMES):
+                continue
+            column = self._columns.setdefault(name, [])
+            column += [None] * (num - len(column))
+            column.append(value)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(name for name in self._columns if name != "step")
+
+    @property
+    def kinds(self) -> list[str]:
+        return self._kinds
+
+    def column(self, name: str) -> Column:
+        """Return a metric, one value a step; None where it was not told."""
+        column = self._columns.get(name, [])
+        return column + [None] * (len(self.steps) - len(column))
+
+    def tail(self, name: str, num: int) -> list[float]:
+        """Return the last `num` values that were told."""
+        return [value for value in self.column(name)[-num:] if value is not None]
+
+    def axis(self, of: str) -> Column:
+        """Return the x axis: `step`, `seconds` since the run began, without validation, or `dollars`."""
+        if of == "seconds":
+            return list(accumulate(value or 0.0 for value in self.column("time/step_total")))
+        return self.column("cost/usd_total") if of == "dollars" else [float(step) for step in self.steps]
+
+
+def _is_of_validation(name: str) -> bool:
+    return name == "step" or name.startswith("validation/")

@@ -1,0 +1,30 @@
+// Line charts with uPlot, in the page's colours.
+
+import uPlot from "./uPlot.js";
+import { number } from "./dom.js";
+
+export const COLOURS = ["#3a86c8", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#8c6bb1", "#56b4e9", "#c9b400"];
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Draw lines over a common x. `lines`: [{label, values}]. Returns the chart; `setData` takes new values. */
+export function lineChart(element, xLabel, x, lines, { height = 200, legend = true } = {}) {
+  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const chart = new uPlot({
+    width: Math.max(200, element.clientWidth), height,
+    scales: { x: { time: false } },
+    legend: { show: legend },
+    cursor: { y: false, points: { size: 5 } },
+    axes: [{ ...axis, label: xLabel, labelSize: 16, labelFont: "11px system-ui" }, { ...axis, size: 54, values: (_, ticks) => ticks.map((one) => number(one)) }],
+    series: [
+      { label: xLabel, value: (_, value) => number(value, 5) },
+      ...lines.map((line, place) => ({
+        label: line.label, stroke: COLOURS[place % COLOURS.length], width: 1.5, spanGaps: true,
+        points: { show: x.length < 40, size: 4 }, value: (_, value) => number(value, 4),
+      })),
+    ],
+  }, [x, ...lines.map((line) => line.values)], element);
+  const resize = new ResizeObserver(() => chart.setSize({ width: Math.max(200, element.clientWidth), height }));
+  resize.observe(element);
+  return { setData: (xs, values) => chart.setData([xs, ...values]), close: () => { resize.disconnect(); chart.destroy(); } };
+}

@@ -1,0 +1,83 @@
+// All metrics, of one run or several, over steps, seconds or dollars.
+
+import { get } from "./api.js";
+import { lineChart } from "./charts.js";
+import { h } from "./dom.js";
+
+const FIRST = ["reward/mean", "validation/reward/mean", "token/response_length/mean", "time/step_total", "actor/entropy", "actor/grad_norm", "actor/mismatch_kl", "perf/throughput_all_gpus", "fleet/workers", "cost/usd_total"];
+const KEY = "polyrl-metrics";
+
+export function open(place, state) {
+  const axis = h("select", { "aria-label": "x axis" }, ["step", "seconds", "dollars"].map((one) => h("option", { value: one }, one)));
+  const filter = h("input", { type: "search", placeholder: "name", "aria-label": "Metrics that contain" });
+  const runs = h("span", { class: "inline" }, state.runs.map((run, at) => h("label", {}, h("input", { type: "checkbox", value: String(at), checked: at === state.run || state.runs.length <= 4, onchange: () => draw() }), " ", run.name, " ")));
+  const picks = h("div", { class: "picks", role: "group", "aria-label": "Metrics" }), charts = h("div", { class: "charts" }), note = h("p", { class: "error" });
+  place.append(h("div", { class: "filters" }, h("label", {}, "over", axis), h("label", {}, "metrics", filter), state.runs.length > 1 ? runs : null), picks, note, charts);
+  let names = [], chosen = JSON.parse(localStorage.getItem(KEY) ?? "null") ?? FIRST, drawn = [], known = -1, pending = false;
+
+  async function list() {
+    names = await get("metrics", { run: state.run }).catch((error) => { note.textContent = error.message; return []; });
+    drawPicks();
+    draw();
+  }
+
+  function drawPicks() {
+    picks.replaceChildren(...names.filter((one) => one.name.includes(filter.value)).map((one) => h("label", { title: one.meaning },
+      h("input", { type: "checkbox", checked: chosen.includes(one.name), onchange: (event) => {
+        chosen = event.target.checked ? [...chosen, one.name] : chosen.filter((name) => name !== one.name);
+        localStorage.setItem(KEY, JSON.stringify(chosen));
+        draw();
+      } }), " ", one.name)));
+  }
+
+  async function draw() {
+    if (pending) return;
+    pending = true;
+    const wanted = chosen.filter((name) => names.some((one) => one.name === name));
+    const of = [...runs.querySelectorAll("input:checked")].map((box) => Number(box.value));
+    const shown = of.length ? of : [state.run];
+    try {
+      const told = await Promise.all(shown.map((run) => get("series", { run, names: wanted.join(","), x: axis.value })));
+      for (const chart of drawn) chart.close();
+      drawn = [];
+      charts.replaceChildren();
+      for (const name of wanted) {
+        const about = names.find((one) => one.name === name), body = h("div");
+        charts.append(h("section", { class: "chart", "aria-label": name }, h("h3", {}, name, about.unit ? ` (${about.unit})` : ""), h("p", { class: "quiet" }, about.meaning), body));
+        const { x, lines } = merged(told.map((one, at) => ({ label: shown.length > 1 ? state.runs[shown[at]].name : "value", x: one.x, values: one.columns[name] })));
+        drawn.push(lineChart(body, axis.value, x, lines));
+      }
+      note.textContent = wanted.length ? "" : "No metric is chosen, or none was told yet.";
+    } catch (error) {
+      note.textContent = error.message;
+    }
+    pending = false;
+  }
+
+  axis.addEventListener("change", draw);
+  filter.addEventListener("input", drawPicks);
+  list();
+  return {
+    close: () => { for (const chart of drawn) chart.close(); },
+    update({ now }) {
+      if (known >= 0 && now.steps !== known) { if (names.length) draw(); else list(); }
+      known = now.steps;
+    },
+    key(key) { if (key === "/") { filter.focus(); return true; } return false; },
+  };
+}
+
+/** Bring several runs onto one x. */
+function merged(runs) {
+  if (runs.length === 1) {
+    const kept = runs[0].x.map((x, at) => at).filter((at) => runs[0].x[at] !== null);
+    return { x: kept.map((at) => runs[0].x[at]), lines: [{ label: runs[0].label, values: kept.map((at) => runs[0].values[at]) }] };
+  }
+  const all = [...new Set(runs.flatMap((run) => run.x.filter((one) => one !== null)))].sort((a, b) => a - b);
+  const places = new Map(all.map((one, place) => [one, place]));
+  return { x: all, lines: runs.map((run) => {
+    const values = new Array(all.length).fill(null);
+    run.x.forEach((one, at) => { if (one !== null) values[places.get(one)] = run.values[at]; });
+    return { label: run.label, values };
+  }) };
+}

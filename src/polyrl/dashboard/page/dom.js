@@ -1,0 +1,59 @@
+// Elements, text that is safe to look at, and numbers as people read them.
+
+/** Make an element. A string among the children is text, never markup. */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (name in element && typeof value !== "string") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(3).filter((one) => one !== null && one !== undefined && one !== false));
+  return element;
+}
+
+// Control characters, and those that turn the direction of a text or are not seen.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/;
+
+/** Return a text as nodes, with what would not be seen written out. */
+export function shown(text) {
+  if (!UNSEEN.test(text)) return [text];
+  const nodes = [];
+  for (const part of text.split(new RegExp(`(${UNSEEN.source})`, "u"))) {
+    if (!part) continue;
+    if (UNSEEN.test(part)) nodes.push(h("span", { class: "ctl" }, `\\u{${part.codePointAt(0).toString(16)}}`));
+    else nodes.push(part);
+  }
+  return nodes;
+}
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en-US");
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 100) return `${value.toFixed(1)} s`;
+  if (value < 600) return `${value.toFixed(0)} s`;
+  return value < 4 * 3600 ? `${(value / 60).toFixed(0)} min` : `${(value / 3600).toFixed(1)} h`;
+}
+
+export const dollars = (value) =>
+  value === null || value === undefined ? "–" : `$${value >= 1 || value === 0 ? value.toFixed(2) : value.toFixed(4)}`;
+
+/** A table: titles, where a title that ends with # is a column of numbers, and rows of cells. */
+export function table(caption, titles, rows) {
+  const isNumber = titles.map((title) => title.endsWith("#"));
+  return h("div", { class: "scroll" }, h("table", {},
+    h("caption", {}, caption),
+    h("thead", {}, h("tr", {}, titles.map((title, place) =>
+      h("th", { scope: "col", class: isNumber[place] ? "num" : "" }, title.replace(/#$/, ""))))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) =>
+      h("td", { class: isNumber[place] ? "num" : "" }, cell instanceof Node ? cell : shown(String(cell)))))))));
+}

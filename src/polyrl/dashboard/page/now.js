@@ -1,0 +1,66 @@
+// What the run does now: progress, who waits for whom, alarms, money.
+
+import { get } from "./api.js";
+import { lineChart } from "./charts.js";
+import { dollars, h, number, seconds, shown, table } from "./dom.js";
+
+export function open(place, state) {
+  const cards = h("div", { class: "cards" });
+  const alarms = h("section", { "aria-label": "Alarms" });
+  const findings = h("section", { "aria-label": "Who waits for whom" });
+  const rounds = h("section", { "aria-label": "Open rounds" });
+  const waits = h("section", { "aria-label": "Waits" });
+  const curve = h("div"), title = h("h2", {}, "Mean reward");
+  place.append(cards, alarms, h("div", { class: "two" },
+    h("div", {}, h("h2", {}, "Why it is where it is"), findings, h("h2", {}, "Open rounds"), rounds),
+    h("div", {}, title, curve, waits)));
+  let chart = null, drawn = -1;
+
+  async function drawCurve(run, steps) {
+    if (steps === drawn || steps === 0) return;
+    drawn = steps;
+    const told = await get("series", { run, names: "reward/mean,time/step_total", x: "step" });
+    const name = told.columns["reward/mean"].some((value) => value !== null) ? "reward/mean" : "time/step_total";
+    title.textContent = name === "reward/mean" ? "Mean reward" : "Seconds a step";
+    chart?.close();
+    curve.replaceChildren();
+    chart = lineChart(curve, "step", told.x, [{ label: title.textContent, values: told.columns[name] }], { height: 190, legend: false });
+  }
+
+  return {
+    close: () => chart?.close(),
+    update({ now, run }) {
+      const status = now.status;
+      cards.replaceChildren(
+        card("step", now.last_step === null ? "–" : number(now.last_step), now.steps_wanted ? `of ${number(now.steps_wanted)}` : "trained"),
+        card("reward", number(now.headlines.reward), "mean of the last step"),
+        card("seconds a step", number(now.headlines.time), `${number(now.headlines["tok/s"])} tokens/s trained`),
+        card("answer length", number(now.headlines.len), `longest ${number(now.headlines.longest)}`),
+        card("workers", status ? String(status.workers.length) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
+        card("spent", dollars(now.headlines.usd ?? status?.ledger?.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
+      );
+      alarms.replaceChildren(...(now.alarms.length ? [h("h2", {}, `Alarms (${now.alarms.length})`)] : []),
+        ...now.alarms.map((one) => h("div", { class: "alarm", role: "alert" }, h("b", {}, one.name), ": ", shown(one.what), h("div", { class: "quiet" }, "What to do: ", shown(one.do)))));
+      findings.replaceChildren(...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
+      rounds.replaceChildren(...(status?.rounds ?? []).map(round), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
+      waits.replaceChildren(status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.slice(0, 12).map((one) => [
+        one.what, one.of, seconds(one.age_s), one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
+      ])) : "");
+      drawCurve(run, now.steps);
+    },
+  };
+}
+
+const card = (title, value, note) => h("div", { class: "card" }, h("span", {}, title), h("b", {}, shown(String(value))), h("span", {}, shown(note)));
+
+const finding = (one) => h("div", { class: `finding ${one.needs_help ? "help" : "ok"}` }, shown(one.what),
+  one.then && h("div", { class: "quiet" }, "Next, by itself: ", shown(one.then)),
+  one.do && h("div", {}, "What to do: ", shown(one.do)));
+
+function round(one) {
+  const label = `round ${one.step} (${one.kind}), ${seconds(one.age_s)}: ${one.groups_delivered} of ${one.groups} groups delivered`;
+  return h("div", {}, h("label", {}, label, h("progress", { max: String(Math.max(1, one.groups)), value: String(one.groups_delivered), "aria-label": label })),
+    h("p", { class: "quiet" }, `samples: ${one.samples_waiting} waiting, ${one.samples_running} running, ${one.samples_generated} generated`,
+      one.episodes_playing || one.episodes_unhosted ? `; episodes: ${one.episodes_playing} with their environment, ${one.episodes_unhosted} without a host` : "",
+      one.longest_on ? `; the longest has ${number(one.longest_tokens)} tokens, on ${one.longest_on}` : ""));
+}

@@ -1,0 +1,197 @@
+// What the model said, and why it was paid.
+
+import { get } from "./api.js";
+import { diff } from "./diff.js";
+import { h, number, shown } from "./dom.js";
+
+const PAGE = 200;
+const ORDERS = { group: "by group", best: "highest reward", worst: "lowest reward", longest: "longest", shortest: "shortest" };
+const COLOURING = { logprob: "log-probability", version: "weight version", worker: "worker", none: "no colour" };
+
+export function open(place, state) {
+  const fields = {
+    step: h("input", { type: "number", min: "0", "aria-label": "Step", placeholder: "newest" }),
+    task: h("select", { "aria-label": "Task" }),
+    outcome: select({ "": "all", stop: "ended", length: "cut off", trained: "trained", rejected: "taught nothing", open: "not trained yet" }, "Outcome"),
+    worker: h("select", { "aria-label": "Worker" }),
+    low: h("input", { type: "number", step: "any", "aria-label": "Lowest reward" }),
+    high: h("input", { type: "number", step: "any", "aria-label": "Highest reward" }),
+    text: h("input", { type: "search", "aria-label": "Text in prompt or answer", placeholder: "text" }),
+    order: select(ORDERS, "Order"),
+  };
+  const titles = { step: "step", task: "task", outcome: "outcome", worker: "worker", low: "reward from", high: "to", text: "contains", order: "order" };
+  const earlier = h("button", { type: "button", onclick: () => move(-1) }, "‹ earlier step");
+  const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
+  const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later);
+  const summary = h("p", { class: "quiet", role: "status" });
+  const list = h("div", { class: "list", role: "listbox", "aria-label": "Answers" });
+  const detail = h("div", { class: "detail" });
+  place.append(filters, summary, h("div", { class: "reader" }, list, detail));
+  filters.addEventListener("submit", (event) => event.preventDefault());
+  for (const field of Object.values(fields)) field.addEventListener("change", () => load(true));
+
+  let told = null, rows = [], chosen = null, colouring = "logprob", marked = null, first = 0, known = -1;
+
+  const query = () => Object.fromEntries(Object.entries(fields).map(([name, field]) => [name, field.value]));
+
+  async function load(fromStart) {
+    if (fromStart) { first = 0; rows = []; }
+    try {
+      told = await get("samples", { run: state.run, ...query(), first, most: PAGE });
+    } catch (error) {
+      summary.textContent = error.message;
+      return;
+    }
+    rows = rows.concat(told.samples);
+    fill(fields.task, told.tasks, "all");
+    fill(fields.worker, told.workers, "all");
+    summary.textContent = told.step === null ? "No answers are kept yet." :
+      `step ${told.step}: ${told.num} of ${told.num_all} answers; steps ${told.steps[0]} to ${told.steps[1]} are kept`;
+    drawList();
+    const wanted = state.query.get("sample");
+    const at = rows.find((row) => row.name === wanted) ?? (chosen === null ? rows[0] : null);
+    if (at) choose(at);
+    else if (!rows.length) detail.replaceChildren();
+  }
+
+  function move(by) {
+    const at = told?.step ?? 0;
+    fields.step.value = String(Math.max(0, at + by));
+    chosen = null;
+    load(true);
+  }
+
+  function drawList() {
+    const nodes = [];
+    let group = null;
+    for (const row of rows) {
+      const of = row.name.split("/")[0];
+      if (fields.order.value === "group" && of !== group) {
+        group = of;
+        const asked = row.prompt_number === null ? "" : ` · prompt ${row.prompt_number}${row.task ? ` of ${row.task}` : ""}`;
+        nodes.push(h("div", { class: "group" }, `group ${of}`, shown(asked), " ",
+          row.prompt_number === null ? null : h("a", { href: "#", onclick: (event) => { event.preventDefault(); across(row); } }, "all steps")));
+      }
+      nodes.push(rowButton(row));
+    }
+    if (told && rows.length < told.num) nodes.push(h("button", { class: "row", type: "button", onclick: () => { first = rows.length; load(false); } }, `show more (${told.num - rows.length})`));
+    list.replaceChildren(...nodes);
+  }
+
+  const rowButton = (row) => h("button", { class: "row", type: "button", role: "option", "aria-selected": String(row.name === chosen), "data-name": row.name, onclick: () => choose(row) },
+    h("span", { class: "head" }, h("b", { class: paid(row.reward) }, row.reward === null ? "not scored" : number(row.reward)),
+      h("span", { class: "quiet" }, `${number(row.tokens)} tok · ${row.finish}${row.state === "trained" ? "" : ` · ${row.state}`}`)),
+    h("span", { class: "snip" }, shown(row.answer_begin.replaceAll("\n", "⏎").slice(0, 140))));
+
+  async function choose(row) {
+    chosen = row.name;
+    for (const button of list.querySelectorAll("button.row[data-name]")) button.setAttribute("aria-selected", String(button.dataset.name === chosen));
+    history.replaceState(null, "", `#/rollouts?step=${row.step}&sample=${row.name}`);
+    let sample;
+    try {
+      sample = await get("sample", { run: state.run, step: row.step, name: row.name });
+    } catch (error) {
+      detail.replaceChildren(h("p", { class: "error" }, error.message));
+      return;
+    }
+    if (chosen === row.name) drawDetail(sample);
+  }
+
+  function drawDetail(sample) {
+    const colour = select(COLOURING, "Colour tokens by");
+    colour.value = colouring;
+    colour.addEventListener("change", () => { colouring = colour.value; drawDetail(sample); });
+    const mark = h("button", { type: "button", onclick: () => { marked = sample; drawDetail(sample); } }, "compare with …");
+    const against = marked && marked.name + marked.step !== sample.name + sample.step
+      ? h("button", { type: "button", onclick: () => compare(marked, sample) }, `difference to ${marked.name} of step ${marked.step}`) : null;
+    const story = sample.story ? h("button", { type: "button", onclick: () => tell(sample.story) }, "why it took so long") : null;
+    const prompt = sample.prompt_number === null ? null : h("button", { type: "button", onclick: () => across(sample) }, "this prompt in all steps");
+    const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name), " ", number(value)));
+    const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : null;
+    detail.replaceChildren(
+      h("div", { class: "top" },
+        h("b", { class: `reward ${paid(sample.reward)}` }, sample.reward === null ? "not scored" : `reward ${number(sample.reward, 4)}`), parts,
+        h("div", { class: "quiet" }, `step ${sample.step} · ${sample.name} · ${sample.state} · ${number(sample.tokens)} tokens · ${sample.finish} · version ${sample.versions.join(", ")} · `, shown(sample.workers.join(", "))),
+        h("div", { class: "tools" }, h("label", {}, "colour ", colour), legend, mark, against, story, prompt)),
+      h("div", { class: "body" }, sample.sequences.map((spans, place) => [
+        sample.sequences.length > 1 ? h("h2", {}, `training sequence ${place + 1} of ${sample.sequences.length}`) : null,
+        spans.map((span) => drawSpan(span, sample, colouring, spans.length)),
+      ])));
+  }
+
+  function compare(left, right) {
+    const text = (sample) => sample.sequences.map((spans) => spans.filter((span) => span.drawn).map((span) => span.pieces.join("")).join("\n")).join("\n");
+    const parts = diff(text(left), text(right)).map((part) => part.kind === "same" ? h("span", {}, shown(part.text)) : h(part.kind === "left" ? "del" : "ins", {}, shown(part.text)));
+    detail.querySelector(".body").replaceChildren(
+      h("p", {}, h("del", {}, `${left.name}, reward ${number(left.reward)}`), " ", h("ins", {}, `${right.name}, reward ${number(right.reward)}`)),
+      h("div", { class: "span drawn", "data-who": "difference" }, parts));
+  }
+
+  async function tell(sample) {
+    const body = detail.querySelector(".body");
+    body.replaceChildren(h("p", { class: "quiet" }, "Reading the journal …"));
+    const lines = await get("story", { run: state.run, sample }).catch((error) => [error.message]);
+    body.replaceChildren(h("pre", { class: "story" }, shown(lines.join("\n"))));
+  }
+
+  async function across(row) {
+    const found = await get("prompt", { run: state.run, domain: row.domain, prompt: row.prompt_number });
+    summary.textContent = `prompt ${row.prompt_number}${row.task ? ` of ${row.task}` : ""}: ${found.length} answers in the steps that are kept`;
+    rows = found;
+    told = { ...told, num: found.length };
+    const nodes = [];
+    let step = null;
+    for (const one of found) {
+      if (one.step !== step) { step = one.step; nodes.push(h("div", { class: "group" }, `step ${step}`)); }
+      nodes.push(rowButton(one));
+    }
+    list.replaceChildren(...nodes);
+  }
+
+  fields.step.value = state.query.get("step") ?? "";
+  load(true);
+  return {
+    reopen() { if (state.query.get("step") && state.query.get("step") !== String(told?.step)) { fields.step.value = state.query.get("step"); chosen = null; load(true); } },
+    update({ now }) {
+      if (known >= 0 && now.steps !== known && !fields.step.value && first === 0 && chosen === null) load(true);
+      known = now.steps;
+    },
+    key(key) {
+      if (key === "/") { fields.text.focus(); return true; }
+      if (key !== "j" && key !== "k") return false;
+      const at = rows.findIndex((row) => row.name === chosen) + (key === "j" ? 1 : -1);
+      if (rows[at]) { choose(rows[at]); list.querySelector(`[data-name="${CSS.escape(rows[at].name)}"]`)?.scrollIntoView({ block: "nearest" }); }
+      return true;
+    },
+  };
+}
+
+function drawSpan(span, sample, colouring, numSpans) {
+  const who = span.drawn ? "the policy" : numSpans > 2 ? "given: prompt, tool or environment" : "prompt";
+  if (!span.drawn || colouring === "none" || !span.logprobs.length) return h("div", { class: `span ${span.drawn ? "drawn" : "given"}`, "data-who": who }, shown(span.pieces.join("")));
+  const groups = writerGroups(sample, colouring);
+  const tokens = span.pieces.map((piece, place) => {
+    const logprob = span.logprobs[place], writer = sample.writers[span.writers[place]];
+    const title = `${logprob === undefined ? "" : `log-probability ${logprob.toFixed(3)}, probability ${(100 * Math.exp(logprob)).toFixed(1)}%`}${writer ? `; version ${writer.version}, ${writer.worker || writer.engine}` : ""}`;
+    const kind = colouring === "logprob" ? heat(logprob) : writer ? `k${groups.indexOf(groupOf(writer, colouring)) % 8}` : "";
+    return h("span", { class: kind, title }, shown(piece));
+  });
+  return h("div", { class: "span drawn", "data-who": who }, tokens);
+}
+
+const heat = (logprob) => (logprob === undefined || logprob > -0.5 ? "" : `l${Math.min(5, 1 + Math.floor(-logprob / 1.5))}`);
+const groupOf = (writer, colouring) => (colouring === "version" ? `version ${writer.version}` : writer.worker || writer.engine);
+const writerGroups = (sample, colouring) => [...new Set(sample.writers.map((writer) => groupOf(writer, colouring)))];
+const writers = (sample, colouring) => h("span", { class: "legend" }, writerGroups(sample, colouring).map((name, place) => h("span", { class: `k${place % 8}` }, shown(name))));
+const paid = (reward) => (reward === null ? "" : reward > 0.5 ? "good" : reward <= 0 ? "bad" : "");
+
+function select(options, label) {
+  return h("select", { "aria-label": label }, Object.entries(options).map(([value, text]) => h("option", { value }, text)));
+}
+
+function fill(field, values, all) {
+  if (field.options.length === values.length + 1) return;
+  const before = field.value;
+  field.replaceChildren(h("option", { value: "" }, all), ...values.map((value) => h("option", { value }, value)));
+  field.value = before;
+}

@@ -1,0 +1,231 @@
+"""The answers of a run: lists of a step's samples, one sample token by token, one prompt across steps.
+
+They are read from the files of trained steps, and from the manager's journal for the open round (run/kept_samples.py).
+
+Rules kept here: files are only read. Lists carry the ends of texts; a whole text is decoded when one sample is asked
+for. Decoded steps are kept, a bounded number of them.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyrl.dashboard.following import Follower, GroupPrompt
+from polyrl.errors import UserError
+from polyrl.run.kept_samples import Kept, KeptSample, KeptSpan, Texts
+from polyrl.trainer.batch import TrainSegment
+
+_STEPS_AT_HAND = 16
+_PREVIEW_TOKENS = 40
+_MAX_STEPS_OF_PROMPT = 50
+_LOOK_AGAIN_S = 5.0
+_NOT_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_PIECE = 16
+"""Tokens that one character may take."""
+
+
+class SampleFilter(NamedTuple):
+    """What a list of samples is narrowed to, and its order."""
+
+    task: str = ""
+    outcome: str = ""
+    """stop, length, trained, rejected or open."""
+    worker: str = ""
+    text: str = ""
+    low: float | None = None
+    high: float | None = None
+    order: str = "group"
+    """group, best, worst, longest or shortest."""
+
+
+class Rollouts:
+    """The samples of a run's directory. Every method reads files: call it in a thread."""
+
+    def __init__(self, run_dir: Path, text_of: Texts, follower: Follower) -> None:
+        self._run_dir, self._text_of, self._follower = run_dir, text_of, follower
+        self._lock = threading.Lock()
+        self._kept: Kept | None = None
+        self._read_at = 0.0
+        self._steps: OrderedDict[int, list[KeptSample]] = OrderedDict()
+
+    def steps(self) -> list[int]:
+        kept = self._look()
+        return [] if kept is None else kept.steps
+
+    def newest(self) -> list[KeptSample]:
+        """Return the samples of the newest trained step; none before."""
+        kept = self._look()
+        return self._of_step(kept.trained_steps[-1]) if kept is not None and kept.trained_steps else []
+
+    def listed(self, step: int | None, wanted: SampleFilter, first: int, most: int) -> dict[str, Any]:
+        """Return a page of a step's samples, by default of the newest. Raises UserError without that step."""
+        steps = self.steps()
+        if step is None:
+            kept = self._look()
+            trained = [] if kept is None else kept.trained_steps
+            step = trained[-1] if trained else steps[-1] if steps else None
+        if step is None:
+            return {"step": None, "steps": [], "num": 0, "samples": [], "tasks": [], "workers": []}
+        samples = self._of_step(step)
+        found = self._in_order([one for one in samples if self._fits(one, wanted)], wanted.order)
+        tasks = {planned.domain for one in samples if (planned := self._prompt_of(one)) is not None}
+        workers = {turn.worker for one in samples for turn in one.turns if turn.worker}
+        return {
+            "step": step,
+            "steps": [steps[0], steps[-1]],
+            "num": len(found),
+            "num_all": len(samples),
+            "samples": [self._row(one) for one in found[first:][:most]],
+            "tasks": sorted(tasks),
+            "workers": sorted(workers),
+        }
+
+    def one(self, step: int, name: str) -> dict[str, Any]:
+        """Return a sample whole. Raises UserError."""
+        samples = self._of_step(step)
+        found = next((one for one in samples if one.name == name), None)
+        if found is None:
+            raise UserError(f"step {step} has no sample {name}")
+        group, _, index = name.partition("/")
+        num = sum(1 for one in samples if one.name.startswith(f"{group}/"))
+        story = name if found.state == "open" else self._follower.sample_at(int(group), int(index), num)
+        return {**self._row(found), **self._texts(found), "story": story}
+
+    def prompt(self, domain: int, prompt: int) -> list[dict[str, Any]]:
+        """Return the samples of a prompt, of all steps that are kept, the newest first."""
+        there = set(self.steps())
+        by_step = self._follower.steps_of(domain, prompt)
+        found: list[dict[str, Any]] = []
+        for step in sorted(by_step.keys() & there, reverse=True)[:_MAX_STEPS_OF_PROMPT]:
+            groups = {str(group) for group in by_step[step]}
+            samples = [one for one in self._of_step(step) if one.name.partition("/")[0] in groups]
+            found += [self._row(one) for one in samples]
+        return found
+
+    # Reading
+
+    def _look(self) -> Kept | None:
+        """Return what the directory holds, looked at again every few seconds."""
+        with self._lock:
+            if self._kept is None or time.monotonic() - self._read_at > _LOOK_AGAIN_S:
+                self._read_at = time.monotonic()
+                try:
+                    self._kept = Kept(self._run_dir)
+                except UserError:  # nothing was answered yet
+                    self._kept = None
+            return self._kept
+
+    def _of_step(self, step: int) -> list[KeptSample]:
+        kept = self._look()
+        if kept is None:
+            raise UserError("no answers are kept there")
+        with self._lock:
+            if step in self._steps:
+                self._steps.move_to_end(step)
+                return self._steps[step]
+        samples = kept.of_step(step)
+        if step in kept.trained_steps:
+            with self._lock:
+                self._steps[step] = samples
+                while len(self._steps) > _STEPS_AT_HAND:
+                    self._steps.popitem(last=False)
+        return samples
+
+    def _prompt_of(self, sample: KeptSample) -> GroupPrompt | None:
+        return self._follower.prompt_of(int(sample.name.partition("/")[0]))
+
+    def _fits(self, one: KeptSample, wanted: SampleFilter) -> bool:
+        planned = self._prompt_of(one)
+        return (
+            (not wanted.task or (planned is not None and planned.domain == wanted.task))
+            and (not wanted.outcome or wanted.outcome in (one.finish, one.state))
+            and (not wanted.worker or any(turn.worker == wanted.worker for turn in one.turns))
+            and (wanted.low is None or (one.reward is not None and one.reward >= wanted.low))
+            and (wanted.high is None or (one.reward is not None and one.reward <= wanted.high))
+            and (not wanted.text or any(wanted.text in self._text_of(tokens) for tokens in one.texts))
+        )
+
+    def _in_order(self, samples: list[KeptSample], order: str) -> list[KeptSample]:
+        match order:
+            case "best":
+                return sorted(samples, key=lambda one: -(one.reward if one.reward is not None else float("-inf")))
+            case "worst":
+                return sorted(samples, key=lambda one: one.reward if one.reward is not None else float("inf"))
+            case "longest":
+                return sorted(samples, key=lambda one: -one.num_drawn)
+            case "shortest":
+                return sorted(samples, key=lambda one: one.num_drawn)
+            case _:
+                return samples
+
+    # Showing
+
+    def preview(self, one: KeptSample) -> str:
+        """Return the beginning of an answer."""
+        return self._text_of(one.answer[:_PREVIEW_TOKENS])
+
+    def _row(self, one: KeptSample) -> dict[str, Any]:
+        planned = self._prompt_of(one)
+        answer, prompt = one.answer, one.prompt
+        is_long = len(answer) > 2 * _PREVIEW_TOKENS
+        begin = self._text_of(answer[:_PREVIEW_TOKENS] if is_long else answer)
+        return {
+            "step": one.step,
+            "name": one.name,
+            "state": one.state,
+            "reward": one.reward,
+            "parts": one.parts,
+            "tokens": one.num_drawn,
+            "finish": one.finish,
+            "task": "" if planned is None else planned.domain,
+            "domain": None if planned is None else planned.domain_number,
+            "prompt_number": None if planned is None else planned.prompt,
+            "workers": list(dict.fromkeys(turn.worker or turn.engine for turn in one.turns)),
+            "versions": sorted({turn.version for turn in one.turns}),
+            "prompt_end": self._text_of(prompt[-_PREVIEW_TOKENS:]),
+            "answer_begin": begin,
+            "answer_end": self._text_of(answer[-_PREVIEW_TOKENS:]) if is_long else "",
+            "is_episode": bool(one.sequences),
+        }
+
+    def _texts(self, one: KeptSample) -> dict[str, Any]:
+        if one.sequences:
+            sequences = [[self._span(span) for span in spans] for spans in one.sequences]
+        else:
+            answer = KeptSpan(True, one.answer, one.logprobs, _writers(one.turns))
+            sequences = [[self._span(KeptSpan(False, one.prompt)), self._span(answer)]]
+        turns = [{"version": turn.version, "worker": turn.worker, "engine": turn.engine} for turn in one.turns]
+        return {"sequences": sequences, "writers": turns}
+
+    def _span(self, span: KeptSpan) -> dict[str, Any]:
+        return {
+            "drawn": span.drawn,
+            "pieces": list(pieces(span.tokens, self._text_of)),
+            "logprobs": [round(float(one), 4) for one in span.logprobs],
+            "writers": list(span.writers),
+        }
+
+
+def _writers(turns: Sequence[TrainSegment]) -> list[int]:
+    """Return, for each token, the place of its segment."""
+    return [place for place, turn in enumerate(turns) for _ in range(turn.num_tokens)]
+
+
+def pieces(tokens: Sequence[int], text_of: Texts) -> Iterator[str]:
+    """Yield the text that each token adds; together they are the whole text.
+
+    A tokenizer may need the token before to write a space, and several tokens for one character: the last of them
+    brings it.
+    """
+    begin = whole = 0
+    for place in range(len(tokens)):
+        known, window = text_of(tokens[begin:whole]), text_of(tokens[begin : place + 1])
+        is_whole = not window.endswith(_NOT_A_CHARACTER) or place - whole >= _LONGEST_PIECE
+        if is_whole or place == len(tokens) - 1:
+            yield window[len(known) :]
+            begin, whole = whole, place + 1
+        else:
+            yield ""

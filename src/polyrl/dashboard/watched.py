@@ -1,0 +1,174 @@
+"""One run as the page shows it: live, over, or simulated.
+
+Rules kept here: a run is only read, from its directory or its journal. The state of a live run comes from its manager
+(`tell`), which starts this process; nothing here dials anybody.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import to_builtins
+
+from polyrl.config import load_toml
+from polyrl.dashboard import alarms
+from polyrl.dashboard.curves import Curves
+from polyrl.dashboard.following import Follower
+from polyrl.dashboard.rollouts import Rollouts
+from polyrl.errors import PolyrlError, UserError
+from polyrl.ids import parse_sample
+from polyrl.journal.files import LIVE_FOLDER, find_begun, open_journals
+from polyrl.journal.story import UnknownSample, tell_story
+from polyrl.run.diagnosis import Diagnosis, diagnose, diagnose_remains
+from polyrl.run.kept_samples import text_decoder
+from polyrl.telemetry import ledger_report
+from polyrl.telemetry.account import read_account
+from polyrl.telemetry.metric_names import HEADLINES, describe
+from polyrl.wire.control import Status
+
+_ALARMING = (
+    "reward/mean", "actor/entropy", "actor/grad_norm", "actor/mismatch_kl", "token/response_length/mean",
+    "staleness/mean",
+)  # fmt: skip
+_HISTORY = 500
+_LEDGER_EVERY_S = 10.0
+_MAX_SERIES = 64
+
+
+class WatchedRun:
+    """Every method but `tell` may read files for long: call them in a thread."""
+
+    def __init__(self, path: Path, *, live: bool, folder: str | None = None) -> None:
+        """`folder` is that of a tokenizer, for a run without a recipe. Raises UserError if there is no run."""
+        if not live:
+            find_begun(path)
+        self.path, self.live = path, live
+        self.name = path.resolve().name if path.is_dir() else path.stem
+        self.is_simulation = not (path / LIVE_FOLDER).is_dir()
+        self.follower = Follower(path, live=live)
+        self.curves = Curves(path, self.follower.lines)
+        self.rollouts = Rollouts(path, text_decoder(path, folder), self.follower)
+        self._statuses: list[Status] = []
+        self._heard_at = 0.0
+        self._lock, self._ledger_lock = threading.Lock(), threading.Lock()
+        self._ledger: tuple[float, dict[str, Any]] | None = None
+        self._answers: tuple[int, list[alarms.Alarm]] = (-1, [])
+
+    def start(self) -> None:
+        self.follower.start()
+
+    def close(self) -> None:
+        self.follower.stop()
+
+    def tell(self, status: Status) -> None:
+        """Take in the manager's newest state."""
+        self._statuses = [*self._statuses, status][-2:]
+        self._heard_at = time.monotonic()
+
+    # What the page asks for
+
+    def now(self) -> dict[str, Any]:
+        with self._lock:
+            num_steps = self.curves.refresh()
+            headlines = {label: self.curves.column(name)[-1:] for label, name in HEADLINES.items()}
+            status = self._statuses[-1] if self._statuses else None
+            found = self._diagnosis()
+            return {
+                "name": self.name,
+                "kind": "simulation" if self.is_simulation else "live" if self.live else "over",
+                "read": 1.0 if self.follower.is_at_end else self.follower.share_read,
+                "trouble": self.follower.trouble,
+                "steps": num_steps,
+                "last_step": self.curves.steps[-1] if num_steps else None,
+                "steps_wanted": self._wanted_steps(),
+                "headlines": {label: value[0] for label, value in headlines.items() if value and value[0] is not None},
+                "status": None if status is None else to_builtins(status),
+                "status_age_s": None if status is None else time.monotonic() - self._heard_at,
+                "moving": found is not None and found.is_moving,
+                "findings": [] if found is None else [one._asdict() for one in found.findings],
+                "alarms": [one._asdict() for one in self._alarms(status)],
+                "usd_per_hour": None if status is None else self._price(status),
+            }
+
+    def _diagnosis(self) -> Diagnosis | None:
+        if len(self._statuses) == 2:
+            earlier, now = self._statuses
+            return diagnose(earlier, now, str(self.path))
+        if self.live or self.is_simulation:
+            return None
+        steps = [{"reward/mean": value} for value in self.curves.column("reward/mean")]
+        return diagnose_remains(self.path, steps)
+
+    def _alarms(self, status: Status | None) -> Iterator[alarms.Alarm]:
+        yield from alarms.of_metrics({name: self.curves.tail(name, _HISTORY) for name in _ALARMING})
+        step = self.curves.steps[-1] if self.curves.steps else -1
+        if step != self._answers[0] and not self.is_simulation:
+            self._answers = step, self._of_answers()
+        yield from self._answers[1]
+        if status is not None:
+            yield from alarms.of_fleet(status, {life.worker for life in self.follower.lives() if life.local})
+
+    def _of_answers(self) -> list[alarms.Alarm]:
+        try:
+            samples = self.rollouts.newest()
+        except UserError:  # removed meanwhile
+            return []
+        return [*alarms.of_answers([one.answer for one in samples], [self.rollouts.preview(one) for one in samples])]
+
+    def _price(self, status: Status) -> float:
+        """Return what an hour costs at the present fleet."""
+        workers = sum(one.price_usd_per_hour for one in status.workers)
+        hosts = sum(one.price_usd_per_hour for one in status.hosts)
+        return workers + hosts + (self.follower.trainer_usd_per_hour if status.trainer != "none" else 0.0)
+
+    def _wanted_steps(self) -> int | None:
+        file = self.path / "recipe.toml"
+        if not file.is_file():
+            return None
+        try:
+            wanted = load_toml(file).get("train", {}).get("steps")
+        except PolyrlError:
+            return None
+        return wanted if isinstance(wanted, int) else None
+
+    def metric_names(self) -> list[dict[str, str]]:
+        with self._lock:
+            self.curves.refresh()
+            known = [(name, describe(name)) for name in self.curves.names]
+        return [
+            {"name": name, "unit": "" if one is None else one.unit, "meaning": "" if one is None else one.meaning}
+            for name, one in known
+        ]
+
+    def series(self, names: list[str], axis: str) -> dict[str, Any]:
+        with self._lock:
+            self.curves.refresh()
+            columns = {name: self.curves.column(name) for name in names[:_MAX_SERIES]}
+            return {"x": self.curves.axis(axis), "steps": self.curves.steps, "columns": columns}
+
+    def story(self, sample: str) -> list[str]:
+        """Return a sample's life in lines. Raises UserError."""
+        try:
+            return tell_story(open_journals(self.path), parse_sample(sample))
+        except (ValueError, UnknownSample) as error:
+            raise UserError(str(error)) from error
+
+    def ledger(self) -> dict[str, Any]:
+        """Return the account of the run, at most a few seconds old."""
+        with self._ledger_lock:
+            if self._ledger is None or time.monotonic() - self._ledger[0] > (_LEDGER_EVERY_S if self.live else 1e9):
+                account = read_account(self.path)
+                text = ledger_report.as_text(account, self.name, verified=False)
+                self._ledger = time.monotonic(), {**ledger_report.as_json(account, self.name, None), "text": text}
+            return self._ledger[1]
+
+
+def read_status(line: bytes) -> Status | None:
+    """Return the state in a line of the manager's; None if it is none."""
+    try:
+        return msgspec.json.decode(line, type=Status)
+    except msgspec.DecodeError:
+        return None

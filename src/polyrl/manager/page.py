@@ -1,0 +1,37 @@
+"""The files of the dashboard's page, and the headers that all of its answers have.
+
+Rules kept here: the page has nothing of a run in it, so everybody may have it. Its policy lets nothing run, load or
+frame it that is not served here.
+"""
+
+from pathlib import Path
+
+from aiohttp import web
+
+from polyrl.errors import PolyrlError
+
+FOLDER = Path(__file__).parents[1] / "dashboard" / "page"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+class NoSuchPart(PolyrlError):
+    """The page has no file of that name."""
+
+
+def part(name: str = "index.html") -> web.Response:
+    """Return a file of the page. Raises NoSuchPart."""
+    path = FOLDER / name
+    kind = _TYPES.get(path.suffix)
+    if kind is None or path.parent != FOLDER or not path.is_file():
+        raise NoSuchPart(f"the page has no part {name[:80]!r}")
+    return web.Response(body=path.read_bytes(), content_type=kind, charset="utf-8", headers=HEADERS)

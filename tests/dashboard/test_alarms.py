@@ -1,0 +1,65 @@
+"""An alarm is raised for what it names, and for nothing else."""
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.test_diagnosis import STATUS, WORKER
+
+from polyrl.dashboard import alarms
+
+STEADY = [0.5] * 30
+
+
+def names(series: dict[str, list[float]]) -> list[str]:
+    return [one.name for one in alarms.of_metrics(series)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "name"),
+    [
+        ("reward/mean", [0.1] * 5 + [0.8] * 10 + [0.15] * 6, "reward collapsed"),
+        ("actor/entropy", [1.0] * 10 + [0.01] * 6, "entropy gone"),
+        ("actor/grad_norm", [0.3] * 30 + [9.0], "gradient spike"),
+        ("actor/mismatch_kl", [0.001] * 10 + [0.2] * 6, "mismatch"),
+        ("token/response_length/mean", [100.0] * 10 + [900.0] * 6, "length drift"),
+        ("token/response_length/mean", [100.0] * 10 + [9.0] * 6, "length drift"),
+        ("staleness/mean", [1.0] * 10 + [8.0] * 6, "stale data"),
+    ],
+)
+def test_each_kind_of_trouble_has_its_alarm(metric: str, values: list[float], name: str):
+    assert names({metric: values}) == [name]
+    assert names({metric: values[:3]}) == [], "a run that has just begun"
+
+
+def test_a_run_that_learns_raises_none():
+    rising = [0.1 + 0.02 * step for step in range(40)]
+    noisy = [one + (0.1 if step % 2 else -0.1) for step, one in enumerate(rising)]
+    falling = [1.0 - 0.01 * step for step in range(40)]
+    assert names({"reward/mean": noisy, "actor/entropy": falling, "actor/grad_norm": STEADY}) == []
+
+
+def test_answers_that_agree_are_no_trouble_where_all_is_solved():
+    gone = {"actor/entropy": [1.0] * 10 + [0.01] * 6}
+    assert names({**gone, "reward/mean": [0.1] * 5 + [0.99] * 11}) == []
+    assert names({**gone, "reward/mean": [0.1] * 16}) == ["entropy gone"]
+
+
+def test_text_without_an_end_and_text_that_is_none():
+    words = list(range(300))
+    loop = words[:20] + [7, 8, 9] * 100
+    assert not alarms.is_repeating(words) and alarms.is_repeating(loop)
+    assert [one.name for one in alarms.of_answers([loop] * 3 + [words] * 5, ["fine"] * 8)] == ["endless text"]
+    assert [one.name for one in alarms.of_answers([words] * 4, ["\ufffd\ufffd\ufffdab"] * 4)] == ["garbled text"]
+    assert [*alarms.of_answers([words] * 4, ["caf\ufffd and more text"] * 4)] == []
+    assert [*alarms.of_answers([], [])] == []
+
+
+def test_a_worker_that_writes_half_as_fast_lags_or_is_silent_is_named_and_the_trainers_own_is_not():
+    fleet = [replace(WORKER, name=f"w{number}") for number in range(4)]
+    slow = replace(WORKER, name="slow", tokens_per_s=20.0)
+    behind = replace(WORKER, name="old", version=0)
+    silent = replace(WORKER, name="gone", last_heard_s=40.0)
+    status = replace(STATUS, workers=(*fleet, slow, behind, silent))
+    found = {one.name: one.what for one in alarms.of_fleet(status, ())}
+    assert found.keys() == {"slow worker", "worker lags", "worker silent"}
+    assert "slow" in found["slow worker"] and "3 behind" in found["worker lags"] and "40 s" in found["worker silent"]
+    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet, slow)), {"slow"})] == []

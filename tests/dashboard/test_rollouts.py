@@ -1,0 +1,100 @@
+"""What the model said, as files of steps hold it: lists, filters, one answer token by token."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.unit.test_cli_samples import episode, write
+
+from polyrl.dashboard.following import Follower
+from polyrl.dashboard.rollouts import Rollouts, SampleFilter, pieces
+from polyrl.errors import UserError
+from polyrl.run.kept_samples import text_decoder
+from polyrl.trainer.batch import TrainSample, TrainSegment
+from polyrl.trainer.state import entries
+
+
+def rollouts(run_dir: Path) -> Rollouts:
+    return Rollouts(run_dir, text_decoder(run_dir), Follower(run_dir, live=False))
+
+
+def test_a_step_is_listed_with_rewards_parts_and_writers(tmp_path: Path):
+    write(tmp_path, 3)
+    told = rollouts(tmp_path).listed(None, SampleFilter(), 0, 100)
+    assert (told["step"], told["num"], told["num_all"], told["workers"]) == (3, 4, 4, ["spot-1"])
+    first = told["samples"][0]
+    assert (first["name"], first["reward"], first["parts"], first["state"]) == ("1/0", 0.25, {"style": 0.5}, "trained")
+    assert first["answer_begin"] == "5 6 7"
+    assert told["samples"][3]["state"] == "rejected"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (SampleFilter(order="best"), ["1/1", "1/0", "2/0", "2/1"]),
+        (SampleFilter(order="worst"), ["2/0", "2/1", "1/0", "1/1"]),
+        (SampleFilter(low=0.5), ["1/1"]),
+        (SampleFilter(high=0.3, low=0.1), ["1/0"]),
+        (SampleFilter(outcome="rejected"), ["2/0", "2/1"]),
+        (SampleFilter(worker="nobody"), []),
+        (SampleFilter(text="6 7", outcome="trained"), ["1/0", "1/1"]),
+        (SampleFilter(text="<script>"), []),
+        (SampleFilter(task="sums"), []),
+    ],
+)
+def test_lists_are_narrowed_and_ordered(tmp_path: Path, wanted: SampleFilter, names: list[str]):
+    write(tmp_path, 0)
+    assert [one["name"] for one in rollouts(tmp_path).listed(0, wanted, 0, 100)["samples"]] == names
+
+
+def test_a_page_of_a_long_list(tmp_path: Path):
+    write(tmp_path, 0)
+    told = rollouts(tmp_path).listed(0, SampleFilter(), 1, 2)
+    assert told["num"] == 4 and [one["name"] for one in told["samples"]] == ["1/1", "2/0"]
+
+
+def test_every_token_of_an_answer_has_its_log_probability_and_its_writer(tmp_path: Path):
+    sample = TrainSample(
+        np.array([3], np.int32), np.array([5, 6, 7], np.int32), np.array([-0.5, -1.0, -2.0], np.float32), 1.0, 4,
+        written_by=(TrainSegment(1, 1, "vllm", "a"), TrainSegment(2, 2, "vllm", "b")),
+    )  # fmt: skip
+    folder = tmp_path / entries.REDO_FOLDER
+    folder.mkdir(parents=True)
+    (folder / entries.name_of(0)).write_bytes(entries.encode(entries.make(0, 1, [[[sample]]], b"", [])))
+    told = rollouts(tmp_path).one(0, "4/0")
+    prompt, answer = told["sequences"][0]
+    assert (prompt["drawn"], prompt["pieces"], prompt["logprobs"]) == (False, ["3"], [])
+    assert answer["logprobs"] == [-0.5, -1.0, -2.0] and answer["writers"] == [0, 1, 1]
+    assert "".join(answer["pieces"]) == "5 6 7"
+    assert [one["worker"] for one in told["writers"]] == ["a", "b"]
+
+
+def test_drawn_tokens_of_an_episode_have_theirs_and_given_ones_have_none(tmp_path: Path):
+    folder = tmp_path / entries.REDO_FOLDER
+    folder.mkdir(parents=True)
+    made = entries.make(0, 1, [[[episode([3, 10, 11, 4, 12], [0, 1, 3])]]], b"", [])
+    (folder / entries.name_of(0)).write_bytes(entries.encode(made))
+    (spans,) = rollouts(tmp_path).one(0, "7/0")["sequences"]
+    assert [(one["drawn"], len(one["pieces"]), len(one["logprobs"]), len(one["writers"])) for one in spans] == [
+        (False, 1, 0, 0), (True, 2, 2, 2), (False, 1, 0, 0), (True, 1, 1, 1),
+    ]  # fmt: skip
+
+
+def test_what_is_not_there_is_a_line(tmp_path: Path):
+    found = rollouts(tmp_path)
+    assert found.listed(None, SampleFilter(), 0, 10)["step"] is None
+    with pytest.raises(UserError, match="no answers are kept"):
+        found.one(0, "1/0")
+    write(tmp_path, 0)
+    with pytest.raises(UserError, match="has no sample 9/9"):
+        rollouts(tmp_path).one(0, "9/9")
+
+
+def test_pieces_of_characters_that_take_several_tokens_make_the_whole_text():
+    text = "aé€😀b"
+    raw = list(text.encode())
+    found = list(pieces(raw, lambda tokens: bytes(tokens).decode(errors="replace")))
+    assert "".join(found) == text
+    assert found[0] == "a" and found[1] == "" and found[2] == "é"
+    broken = list(pieces([*raw, 0xE2, 0x82], lambda tokens: bytes(tokens).decode(errors="replace")))
+    assert "".join(broken).startswith(text) and "\ufffd" in broken[-1]

@@ -1,0 +1,160 @@
+"""The dashboard's server: who may look, what it refuses, and that a run's text stays text."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from tests.integration.live import run
+from tests.properties.hostile import play
+from tests.telemetry.test_account import write_journal
+from tests.unit.test_cli_samples import write
+
+from polyrl.cli.main import main
+from polyrl.dashboard.server import DashboardServer, serving
+from polyrl.dashboard.watched import WatchedRun
+from polyrl.journal.files import FILE_NAME
+from polyrl.manager import page
+
+TOKEN = "a-token-that-may-look"
+
+
+@asynccontextmanager
+async def dashboard(path: Path, token: str | None = TOKEN) -> AsyncIterator[aiohttp.ClientSession]:
+    watched = WatchedRun(path, live=False)
+    watched.start()
+    watched.follower.wait(20.0)
+    async with serving(DashboardServer([watched], token), lambda runner: web.TCPSite(runner, "127.0.0.1", 0)) as site:
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers=headers) as session:
+            yield session
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_journal(folder / FILE_NAME, play(4, num_events=150))
+    write(folder, 3)
+    return folder
+
+
+async def get(session: aiohttp.ClientSession, route: str, **query: Any) -> tuple[int, Any]:
+    async with session.get(f"/dash/api/{route}", params=query) as answer:
+        return answer.status, await answer.json()
+
+
+def test_everything_that_the_page_asks_for_is_there(path: Path):
+    async def scenario():
+        async with dashboard(path) as session:
+            assert (await get(session, "runs"))[1][0]["simulation"] is True
+            for name in ("now", "metrics", "ledger", "timeline", "samples"):
+                code, told = await get(session, name)
+                assert code == 200 and told, name
+            code, told = await get(session, "series", names="time/step_total,nothing", x="seconds")
+            assert code == 200 and len(told["x"]) == len(told["columns"]["nothing"])
+            assert (await get(session, "sample", step=3, name="1/0"))[1]["reward"] == 0.25
+            rows = (await get(session, "timeline"))[1]["rows"]
+            sample = next(lease[2] for row in rows for lease in row["leases"])
+            assert (await get(session, "story", sample=sample))[1][0].startswith(f"sample {sample}: ")
+            assert (await get(session, "prompt", domain=0, prompt=0))[0] == 200
+
+    run(scenario())
+
+
+def test_without_the_token_there_is_the_page_and_nothing_of_the_run(path: Path):
+    async def scenario():
+        async with dashboard(path) as session:
+            for name in ("runs", "now", "stream", "samples", "ledger", "timeline", "story", "nothing"):
+                for header in ("", "Bearer wrong", f"Basic {TOKEN}"):
+                    async with session.get(f"/dash/api/{name}", headers={"Authorization": header}) as answer:
+                        assert answer.status == 401, name
+            async with session.get("/dash", headers={"Authorization": ""}) as answer:
+                assert answer.status == 200 and "PolyRL" in await answer.text()
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "query"),
+    [
+        ("now", {"run": "7"}), ("now", {"run": "x"}), ("samples", {"step": "-1"}), ("samples", {"first": "1e9"}),
+        ("samples", {"low": "nan"}), ("samples", {"most": "100000"}), ("samples", {"text": "x" * 5000}),
+        ("sample", {"step": "0", "name": "../../etc/passwd"}), ("story", {"sample": "no"}),
+        ("story", {"sample": "9999999/0"}),
+        ("timeline", {"from": "inf"}), ("timeline", {"most": "0"}), ("prompt", {"prompt": "9" * 30}),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_in_a_line(path: Path, name: str, query: dict[str, str]):
+    async def scenario():
+        async with dashboard(path) as session:
+            code, told = await get(session, name, **query)
+            assert code == 400 and "\n" not in told["error"] and told["error"]
+
+    run(scenario())
+
+
+def test_no_file_but_the_pages_own_is_served(path: Path):
+    async def scenario():
+        async with dashboard(path) as session:
+            for name in (
+                "../server.py",
+                "..%2fserver.py",
+                "%2e%2e%2fserver.py",
+                "uPlot.LICENSE",
+                "nothing.js",
+            ):
+                async with session.get(f"/dash/page/{name}") as answer:
+                    assert answer.status == 404, name
+            for name in ("app.js", "style.css", "uPlot.js"):
+                async with session.get(f"/dash/page/{name}") as answer:
+                    assert answer.status == 200 and answer.headers["X-Content-Type-Options"] == "nosniff"
+
+    run(scenario())
+
+
+def test_a_stream_tells_what_the_run_does_and_ends_with_its_reader(path: Path):
+    async def scenario():
+        async with dashboard(path) as session:
+            for _ in range(3):
+                async with session.get("/dash/api/stream") as answer:
+                    line = await answer.content.readline()
+                    assert line.startswith(b"data: {") and answer.headers["Content-Type"] == "text/event-stream"
+            await asyncio.sleep(0.1)
+            assert (await get(session, "now"))[0] == 200
+
+    run(scenario())
+
+
+def test_the_page_makes_no_markup_of_text_and_loads_nothing_from_elsewhere():
+    ours = [one for one in page.FOLDER.iterdir() if not one.name.startswith("uPlot")]
+    for file in ours:
+        text = file.read_text(encoding="utf-8")
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "//cdn", "https://"):
+            assert word not in text, f"{file.name}: {word}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: there is no such file or directory; expected that of a run"),
+        (["."], ".: there is no run; expected journal.bin of a simulation, or journal/events-*.bin of a live run"),
+        ([".", "--port", "99999"], "--port: got 99999, expected one from 0 to 65535"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["dash", *arguments, "--no-browser"]) == 2
+    assert capsys.readouterr().err == f"polyrl: error: {message}\n"

@@ -1,0 +1,283 @@
+"""The dashboard in a real browser: a live run, answers that try to break out, keys, a phone, and a large run.
+
+Needs Debian's chromium and PyPI's playwright: `make test-web` installs the second and says how to get the first.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.properties.hostile import play
+from tests.telemetry.test_account import write_journal
+
+from polyrl.journal.files import FILE_NAME as JOURNAL
+from polyrl.telemetry.metrics import FILE_NAME as METRICS
+from polyrl.trainer.batch import TrainSample, TrainSegment
+from polyrl.trainer.state import entries
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-web")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.web,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
+]
+
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+HOSTILE = (
+    "<script>window.broken=1</script>",
+    "<img src=x onerror='window.broken=1'>",
+    "\x1b[31mred\x1b[0m",
+    "abc\u202edcba",
+    "</div></main><h1>gone</h1>",
+    "javascript:window.broken=1",
+)
+LARGE_STEPS, LARGE_SAMPLES = 10_000, 2_000
+
+
+class Seen:
+    """A page, and what it complained about."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda one: self.complaints.append(one.text) if one.type == "error" else None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def dashboard(*paths: Path) -> Iterator[str]:
+    """`polyrl dash` as a process; yields its link."""
+    words = [sys.executable, "-m", "polyrl", "dash", *map(str, paths), "--no-browser"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@contextmanager
+def opened(browser: Any, link: str, **options: Any) -> Iterator[Seen]:
+    context = browser.new_context(viewport={"width": 1280, "height": 850}, **options)
+    try:
+        seen = Seen(context.new_page())
+        seen.page.goto(link)
+        seen.page.wait_for_selector(".card")
+        yield seen
+        assert seen.complaints == []
+    finally:
+        context.close()
+
+
+def go(seen: Seen, view: str, wait_for: str) -> None:
+    seen.page.click(f"nav a[data-view={view}]")
+    seen.page.wait_for_selector(wait_for)
+
+
+def write_tokens(run_dir: Path, step: int, answers: list[str], reward: float = 1.0) -> None:
+    """A step whose answers are these texts; a token is a character of the model made by `character_model`."""
+    samples = [
+        TrainSample(
+            np.array([ord("?")], np.int32), np.array(list(map(ord, text)), np.int32),
+            np.linspace(-4.0, 0.0, len(text), dtype=np.float32), reward, group,
+            written_by=(TrainSegment(step, len(text), "builtin", "w<b>1</b>"),), parts={"<i>style</i>": 0.5},
+        )
+        for group, text in enumerate(answers)
+    ]  # fmt: skip
+    folder = run_dir / entries.SAMPLES_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    made = entries.make(step, 10, [[[sample] for sample in samples]], b"", [])
+    (folder / entries.name_of(step)).write_bytes(entries.encode(made))
+
+
+def character_model(folder: Path) -> Path:
+    """A tokenizer whose tokens are characters, so that answers can be any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir()
+    vocabulary = {chr(code): code for code in range(0x2100)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    facts = {"model_type": "llama", "vocab_size": 0x2100, "max_position_embeddings": 4096, "eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is over: a journal, metrics, and answers that a hostile model wrote."""
+    folder = tmp_path_factory.mktemp("web")
+    path = folder / "runs" / "hostile"
+    path.mkdir(parents=True)
+    write_journal(path / JOURNAL, play(4, num_events=200))
+    model = character_model(folder / "model")
+    (path / "recipe.toml").write_text(f'model = {{ path = "{model}" }}\n[train]\nsteps = 12\n')
+    lines = [{"step": n, "reward/mean": n / 10, "time/step_total": 1.5, "own/<b>x</b>": 1.0} for n in range(10)]
+    (path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_tokens(path, 0, ["first " + text for text in HOSTILE])
+    write_tokens(path, 9, list(HOSTILE))
+    return path
+
+
+def test_every_view_shows_the_run_and_nothing_complains(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        assert "token=" not in seen.page.url, "the token does not stay in the address"
+        assert seen.page.inner_text(".card b") == "9"
+        go(seen, "rollouts", ".list button.row")
+        assert seen.page.locator(".list button.row").count() == len(HOSTILE)
+        go(seen, "timeline", ".timeline .names div")
+        assert "trainer" in seen.page.inner_text(".timeline .names")
+        go(seen, "curves", ".chart canvas")
+        assert seen.page.locator(".chart").count() >= 2
+        go(seen, "ledger", "pre.ledger")
+        assert "prompts started" in seen.page.inner_text("pre.ledger")
+        go(seen, "fleet", "section p.quiet")
+
+
+@pytest.mark.parametrize("place", range(len(HOSTILE)))
+def test_what_a_model_writes_is_text_whatever_it_looks_like(browser: Any, run_dir: Path, place: int):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        go(seen, "rollouts", ".list button.row")
+        seen.page.locator(".list button.row").nth(place).click()
+        playwright.expect(seen.page.locator(".detail .top")).to_contain_text(f" {place}/0 ")
+        shown = seen.page.inner_text(".detail .body")
+        for part in HOSTILE[place].replace("\x1b", "\n").replace("\u202e", "\n").split("\n"):
+            assert part in shown
+        assert ("\\u{1b}" in shown) == ("\x1b" in HOSTILE[place])
+        assert ("\\u{202e}" in shown) == ("\u202e" in HOSTILE[place])
+        assert seen.page.evaluate("window.broken") is None
+        assert seen.page.locator("main img, main script, main h1").count() == 0
+        assert "<i>style</i> 0.5" in seen.page.inner_text(".detail .top")
+
+
+def test_keys_filters_colours_and_the_difference_of_two_answers(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        page = seen.page
+        page.keyboard.press("2")
+        page.wait_for_selector(".detail .span.drawn span")
+        assert page.locator(".detail .span.drawn span[class^=l]").count() > 3, "improbable tokens are coloured"
+        page.click("text=compare with")
+        page.keyboard.press("j")
+        page.wait_for_selector("text=difference to 0/0")
+        page.click("text=difference to 0/0")
+        assert page.locator(".detail del").count() > 0 and page.locator(".detail ins").count() > 0
+        page.fill("input[type=search]", "gone")
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator(".list button.row")).to_have_count(1)
+        page.keyboard.press("Escape")
+        page.click("main")
+        page.select_option("select[aria-label='Colour tokens by']", "worker")
+        assert "w<b>1</b>" in page.inner_text(".detail .top .legend")
+        dark = page.evaluate("document.documentElement.dataset.theme")
+        page.locator("#theme").click()
+        assert page.evaluate("document.documentElement.dataset.theme") != dark
+
+
+def test_a_phone_sees_it_without_scrolling_sideways(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link, is_mobile=True, has_touch=True) as seen:
+        seen.page.set_viewport_size({"width": 390, "height": 800})
+        for view, there in (("now", ".card"), ("rollouts", ".detail .body"), ("curves", ".chart canvas")):
+            go(seen, view, there)
+            assert seen.page.evaluate("document.documentElement.scrollWidth") <= 391, view
+
+
+def test_without_a_token_it_asks_for_one(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(link.partition("#")[0])
+        page.wait_for_selector("text=A token is needed")
+        page.fill("input[type=password]", link.partition("token=")[2])
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".card")
+        context.close()
+
+
+def test_a_worker_of_a_live_run_is_drained_by_a_button_with_the_admin_token_alone(browser: Any, tmp_path: Path):
+    words = [sys.executable, "-m", "polyrl"]
+    run_dir = tmp_path / "run"
+    manager = subprocess.Popen([*words, "manager", "--run-dir", str(run_dir), "--port", "0"], stdout=subprocess.DEVNULL)
+    started = [manager]
+    try:
+        url = wait_for_url(run_dir)
+        join = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), "--engine", "emulated"]
+        worker = subprocess.Popen([*words, *join, "--name", "spot-1"], stdout=subprocess.DEVNULL)
+        started.append(worker)
+        told = subprocess.run(
+            [*words, "dash", str(run_dir), "--no-browser"], capture_output=True, text=True, check=True
+        )
+        with opened(browser, told.stdout.strip()) as seen:
+            go(seen, "fleet", "text=spot-1")
+            assert url in seen.page.url
+            for token, answer in (("view", "draining needs"), ("admin", "was asked to hand everything over")):
+                seen.page.click("button[aria-label='Drain spot-1']")
+                seen.page.fill("dialog input", (run_dir / f"{token}.token").read_text().strip())
+                seen.page.click("dialog button >> text=Drain")
+                seen.page.wait_for_selector(f"text={answer}")
+                seen.complaints = [one for one in seen.complaints if "403" not in one]  # the browser tells refusals
+        assert worker.wait(30) == 0
+    finally:
+        for one in started:
+            one.terminate()
+            one.wait(20)
+
+
+def wait_for_url(run_dir: Path) -> str:
+    until = time.monotonic() + 30.0
+    while not (run_dir / "manager.json").exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return json.loads((run_dir / "manager.json").read_text())["url"]
+
+
+def test_a_large_run_stays_smooth(browser: Any, tmp_path: Path):
+    """10,000 steps of 60 metrics, and a step of 2,000 answers of 200 tokens: figures of the browser itself."""
+    write_journal(tmp_path / JOURNAL, play(4, num_events=100))
+    columns = [f"own/m{number}" for number in range(55)]
+    fixed = dict.fromkeys(("reward/mean", "time/step_total", "actor/entropy", "actor/grad_norm", "fleet/workers"), 0.5)
+    with (tmp_path / METRICS).open("w") as file:
+        for step in range(LARGE_STEPS):
+            file.write(json.dumps({"step": step, **fixed, **dict.fromkeys(columns, step / LARGE_STEPS)}) + "\n")
+    model = character_model(tmp_path / "model")
+    (tmp_path / "recipe.toml").write_text(f'model = {{ path = "{model}" }}\n')
+    write_tokens(tmp_path, LARGE_STEPS - 1, ["word " * 40 + str(number) for number in range(LARGE_SAMPLES)])
+    with dashboard(tmp_path) as link, opened(browser, link) as seen:
+        page, took = seen.page, {}
+        for view, there in (("curves", ".chart canvas"), ("rollouts", ".detail .span.drawn span"), ("now", ".uplot")):
+            began = time.perf_counter()
+            go(seen, view, there)
+            took[view] = round(time.perf_counter() - began, 2)
+        longest = page.evaluate(
+            """async () => { let worst = 0, last = performance.now();
+            const until = last + 3000;
+            while (performance.now() < until) {
+              await new Promise(requestAnimationFrame);
+              const now = performance.now(); worst = Math.max(worst, now - last); last = now; }
+            return worst; }"""
+        )
+        print(json.dumps({"seconds to open": took, "longest frame, ms": round(longest)}))
+        assert max(took.values()) < 15.0, took
+        assert longest < 1000.0, "the page stands still while the run's state comes every second"
