@@ -178,6 +178,23 @@ def test_a_job_that_is_handed_back_goes_elsewhere_and_is_no_suspect():
     with_manager(body)
 
 
+def test_a_job_that_crossed_its_workers_goodbye_is_no_suspect():
+    async def body(manager: Manager) -> None:
+        manager.seat("a")
+        tasks = [ask(manager) for _ in range(2)]
+        await settle()
+        manager.seat("b")
+        manager.seat("a", draining=True)
+        manager.remove("a")
+        await settle()
+        assert len(manager.jobs("b")) == 2
+        for job in manager.jobs("b"):
+            manager.score("b", job)
+        await asyncio.gather(*tasks)
+
+    with_manager(body)
+
+
 def test_a_lost_workers_answers_are_scored_elsewhere_each_apart_from_the_others_and_late_results_are_nobodys():
     async def body(manager: Manager) -> None:
         manager.seat("a")

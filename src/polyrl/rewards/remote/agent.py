@@ -247,6 +247,9 @@ class RewardAgent:
                 self._end(RewardWorkerOver(why, ok=False, is_misfit=True))
                 await self._send(frames.Goodbye(why, is_misfit=True))
                 return
+            except OSError as error:
+                self._end(RewardWorkerOver(f"no process can be started: {one_line(error)}", ok=False))
+                return
             self._terms, self._rules = terms, rules
             self._pool = RewardPool(
                 self._options.places,

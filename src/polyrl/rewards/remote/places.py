@@ -270,7 +270,8 @@ class RemotePlaces:
     def _give_up_missing(self, now: float) -> None:
         for worker in [one for one in self._workers.values() if one.is_missing]:
             if now >= self._settled_at or not worker.jobs:
-                self._lose(worker, "it was lost", is_suspect=not worker.is_excused)
+                is_suspect = not worker.is_excused and not worker.seat.draining
+                self._lose(worker, "it left" if worker.seat.draining else "it was lost", is_suspect=is_suspect)
 
     # A job's end
 
