@@ -117,6 +117,7 @@ class Tasks:
 
     validation_names = ()
     pool = None
+    scores_groups = False
 
     def rewards_under_way(self):
         return None

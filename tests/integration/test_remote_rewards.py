@@ -24,6 +24,7 @@ from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.http import Front
 from polyrl.manager.service import Service
 from polyrl.manager.status import status
+from polyrl.rewards.groups import make_group
 from polyrl.rewards.messages import RewardScored
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote import travel
@@ -56,6 +57,13 @@ def burns(given):
 
 def dies(given):
     os._exit(3)
+
+def rank(given):
+    lengths = [len(one.answer) for one in given.answers]
+    return [1.0 if one == max(lengths) else {"score": 0.0, "length": one} for one in lengths]
+
+def reads_home(given):
+    return float(os.path.exists(os.path.expanduser("~/.profile")) or os.path.exists("/etc/shadow"))
 
 def tells_secret(given):
     return float(os.environ.get("MY_API_KEY", "-1"))
@@ -128,6 +136,32 @@ def test_answers_are_scored_on_reward_workers_which_join_before_or_after_the_tra
                 assert told["late"].places == 256, "more are not believed"
                 assert pool.remote.take_metrics()["reward/remote_scored"] == 30
             await until(lambda: live.service.lobby.reward_relay.dispatcher is None, "the trainer has left")
+
+    run(scenario(), 60.0)
+
+
+def test_whole_groups_are_scored_on_reward_workers_too(tmp_path: Path):
+    function = WeightedReward(function="remote_mine:rank", whole_group=True)
+    wanted = msgspec.structs.replace(terms(), functions={"rewards.functions.0": function})
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, scoring(live, wanted) as pool, reward_worker(live):
+            group = make_group(given(), [("a", "stop", 2), ("aaa", "stop", 4), ("aa", "length", 2)])
+            found = await pool.score_group("remote_mine:rank", group)
+            assert [one and one.score for one in found] == [0.0, 1.0, 0.0]
+            assert found[2] is not None and found[2].parts == {"length": 2.0}
+
+    run(scenario(), 60.0)
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_functions_run_behind_walls_on_the_reward_worker_where_the_recipe_wants_them(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    wanted = msgspec.structs.replace(terms("remote_mine:reads_home"), sandbox=True)
+
+    async def scenario() -> None:
+        async with manager(tmp_path / "run") as live, scoring(live, wanted) as pool, reward_worker(live):
+            assert (await pool.score("remote_mine:reads_home", given())).score == 0.0
 
     run(scenario(), 60.0)
 

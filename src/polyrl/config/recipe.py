@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
-from polyrl.config.rewards import RewardsSection, WeightedReward
+from polyrl.config.rewards import OWN_SANDBOX, RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -764,9 +764,13 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for index, domain in enumerate(self.data.all_domains):
             key = f"data.domains.{index}.reward" if self.data.domains else "data.reward"
             try:
-                used = [one.title for one in self.rewards_of(domain)]
+                chosen = self.rewards_of(domain)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from error
+            used = [one.title for one in chosen]
+            own = [one.function for one in chosen if one.function.startswith(OWN_SANDBOX)]
+            if own and self.rewards.sandbox:
+                raise ValueError(f"rewards.sandbox: {own[0]} has a sandbox of its own, which none can be around")
             unused = [one for one in unused if one not in used]
         if unused:
             raise ValueError(f"rewards.functions: no domain uses {unused[0]}; name it in data.reward, or leave it out")

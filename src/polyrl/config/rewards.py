@@ -11,6 +11,8 @@ _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
 _SLOTS_ELSEWHERE = 64
 """Rewards in progress where all of them run on reward workers, whose places nobody knows before."""
+OWN_SANDBOX = ("polyrl.rewards.code:", "polyrl.rewards.timed_code:")
+"""Functions of ours that run programs in a sandbox."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -30,10 +32,14 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     timeout_score: float | None = None
     """The score of an answer at which the function runs into its time limit. None: such an answer has no reward, unless
     it used up the CPU time of `rewards.adaptive`, which is worth 0."""
+    whole_group: bool = False
+    """Call the function once with all answers to a prompt, a `RewardGroup`, for a list of rewards."""
 
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name: got {self.name!r}, expected up to 64 letters, digits, _ . or -")
+        if self.whole_group and ":" not in self.function:
+            raise ValueError(f"whole_group: {self.function} scores one answer, expected a function of your own")
 
     @property
     def title(self) -> str:
@@ -64,6 +70,8 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The memory limit of a process; none: no limit."""
     environment: tuple[str, ...] = ()
     """Environment variables that functions get although they look like secrets: a judge's API key, for example."""
+    sandbox: bool = False
+    """Run the processes in a sandbox: no network, few files to read, none to write. It needs bubblewrap."""
 
     def __post_init__(self) -> None:
         names = [one.title for one in self.functions]

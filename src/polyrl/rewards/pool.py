@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from polyrl.errors import ConfigError
 from polyrl.rewards import arithmetic
-from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, Surroundings
-from polyrl.rewards.messages import Failed, RewardScored
+from polyrl.rewards.groups import RewardGroup
+from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, ScoredReply, Surroundings
+from polyrl.rewards.messages import Failed, GroupScored, RewardScored
 from polyrl.rewards.remote.places import JobTooLarge, RemotePlace, RemotePlaces, WorkerLost
 from polyrl.rewards.reward import (
     Reward,
@@ -66,7 +67,7 @@ class RewardPool:
         self._queue: deque[_Place] = deque()
         self.remote = RemotePlaces(self._fill)
         """The places at reward workers: none before a dispatcher tells of some."""
-        self._asking: set[asyncio.Task[RewardScored]] = set()
+        self._asking: set[asyncio.Task[ScoredReply]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
         """Whether each function that was called is async."""
@@ -75,9 +76,19 @@ class RewardPool:
         """Score one answer. Raises RewardFailed, RewardUnavailable; ConfigError if there is no such function."""
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
-        return _reward(await self.run(RewardCall(name, dict(arguments or {}), given, self._timeout_s)))
+        found = await self.run(RewardCall(name, dict(arguments or {}), given, self._timeout_s))
+        assert isinstance(found, RewardScored), "the line checks it"
+        return _reward(found)
 
-    async def run(self, call: RewardCall) -> RewardScored:
+    async def score_group(
+        self, name: str, group: RewardGroup, arguments: Mapping[str, object] | None = None
+    ) -> list[Reward | None]:
+        """Score all answers of a group at once; None: an answer's infrastructure failed. Raises as `score`."""
+        found = await self.run(RewardCall(name, dict(arguments or {}), group, self._timeout_s))
+        assert isinstance(found, GroupScored), "the line checks it"
+        return [None if one is None else _reward(one) for one in found.rewards]
+
+    async def run(self, call: RewardCall) -> ScoredReply:
         """Score by a call that is made already, as a reward worker has it. Raises as `score`."""
         task = asyncio.create_task(self._score(call))
         self._asking.add(task)
@@ -110,7 +121,7 @@ class RewardPool:
         """Whether there is nobody to score anything."""
         return not self._max_processes and not self.remote.num_workers
 
-    async def _score(self, call: RewardCall) -> RewardScored:
+    async def _score(self, call: RewardCall) -> ScoredReply:
         """Score at the first place that is free; again elsewhere when a reward worker is lost over it."""
         num_losses, may_travel = 0, True
         while True:
@@ -127,7 +138,7 @@ class RewardPool:
                 if not self._max_processes:
                     raise RewardFailed(f"the answer and its row are {error}; rewards.processes = 0") from error
 
-    async def _score_somewhere(self, call: RewardCall, num_losses: int, *, may_travel: bool) -> RewardScored:
+    async def _score_somewhere(self, call: RewardCall, num_losses: int, *, may_travel: bool) -> ScoredReply:
         try:
             reply = await self._ask(call, is_suspect=num_losses > 0, may_travel=may_travel)
         except ProcessBroke as broke:
@@ -168,7 +179,7 @@ class RewardPool:
 
     async def _ask(
         self, call: RewardCall, *, alone: bool = False, is_suspect: bool = False, may_travel: bool = True
-    ) -> RewardScored | Failed:
+    ) -> ScoredReply | Failed:
         """Send a request to a free process, or to a reward worker.
 
         `alone`: a process that has answered nothing before, and answers nothing else meanwhile.
@@ -262,7 +273,7 @@ class RewardPool:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    def _forget(self, task: asyncio.Task[RewardScored]) -> None:
+    def _forget(self, task: asyncio.Task[ScoredReply]) -> None:
         self._asking.discard(task)
         if not task.cancelled():
             task.exception()  # mark the exception as retrieved: the caller may be gone

@@ -63,6 +63,7 @@ def terms_of(recipe: Recipe) -> RewardTerms:
         wall_s=rewards.wall_s,
         memory_bytes=rewards.memory_bytes,
         environment=rewards.environment,
+        sandbox=rewards.sandbox,
     )
 
 

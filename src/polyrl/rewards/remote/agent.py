@@ -29,6 +29,7 @@ from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote import travel
 from polyrl.rewards.remote.travel import RewardTerms
 from polyrl.rewards.reward import RewardUnavailable
+from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
@@ -240,8 +241,9 @@ class RewardAgent:
             await self._drop_jobs()
             try:
                 terms = travel.read_terms(rules.body)
+                surroundings = self._surroundings(terms)
                 if terms != self._terms:
-                    await asyncio.to_thread(check_functions, terms.functions, terms.environment)
+                    await asyncio.to_thread(check_functions, terms.functions, surroundings)
             except ConfigError as error:
                 why = f"cannot score this run here: {error}"
                 self._end(RewardWorkerOver(why, ok=False, is_misfit=True))
@@ -255,11 +257,17 @@ class RewardAgent:
                 self._options.places,
                 terms.wall_s,
                 together=_TOGETHER,
-                surroundings=Surroundings(self._options.log, terms.memory_bytes, terms.environment),
+                surroundings=surroundings,
             )
             functions = ", ".join(dict.fromkeys(one.function for one in terms.functions.values()))
             log.info("scoring with %s, %d answers at once", functions, self._options.places)
         await self._send(r.RewardReady(rules.era, self._options.places))
+
+    def _surroundings(self, terms: RewardTerms) -> Surroundings:
+        """Raises ConfigError without the sandbox that is wanted."""
+        names = [one.function for one in terms.functions.values()]
+        walls = look_for_walls(names, None) if terms.sandbox else None
+        return Surroundings(self._options.log, terms.memory_bytes, terms.environment, walls=walls)
 
     async def _drop_jobs(self) -> None:
         pool, self._pool, self._rules = self._pool, None, None

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from polyrl.errors import plain, shorten
-from polyrl.rewards.line import START_TIMEOUT_S, RewardCall
-from polyrl.rewards.messages import RewardScored
+from polyrl.rewards.line import START_TIMEOUT_S, RewardCall, ScoredReply
 from polyrl.rewards.remote.travel import BadResult, pack_call, read_result
 from polyrl.wire.reward_frames import (
     MAX_JOB_BYTES,
@@ -67,7 +66,7 @@ class _Job:
     def __init__(self, number: int, call: RewardCall, body: bytes, *, is_suspect: bool) -> None:
         self.number, self.call, self.body, self.is_suspect = number, call, body, is_suspect
         self.sent_at = 0.0
-        self.result: asyncio.Future[RewardScored] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[ScoredReply] = asyncio.get_running_loop().create_future()
 
     @property
     def patience_s(self) -> float:
@@ -109,7 +108,7 @@ class RemotePlace:
         worker.num_reserved += 1
         worker.has_suspect = worker.has_suspect or is_suspect
 
-    async def ask(self, call: RewardCall) -> RewardScored:
+    async def ask(self, call: RewardCall) -> ScoredReply:
         """Score one answer. Raises WorkerLost, JobTooLarge, RewardFailed and RewardUnavailable."""
         body = pack_call(call)
         if len(body) > MAX_JOB_BYTES:
@@ -277,7 +276,7 @@ class RemotePlaces:
 
     def _end(self, worker: _RemoteWorker, job: _Job, body: bytes) -> None:
         try:
-            found = read_result(body)
+            found = read_result(job.call, body)
         except BadResult as error:
             self._accuse(worker, f"it sent {error}", is_suspect=False)
             return

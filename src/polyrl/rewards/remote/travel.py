@@ -12,8 +12,9 @@ from msgspec import Meta, Struct
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError, PolyrlError, one_line, plain, shorten
-from polyrl.rewards.line import RewardCall
-from polyrl.rewards.messages import Ask, RewardScored
+from polyrl.rewards.groups import make_group, take_apart
+from polyrl.rewards.line import RewardCall, ScoredReply
+from polyrl.rewards.messages import Ask, GroupScored, RewardScored
 from polyrl.rewards.reward import Reward, RewardFailed, RewardTimedOut, RewardUnavailable, check_value
 
 _MAX_S = 1e9
@@ -30,6 +31,8 @@ class RewardTerms(Struct, frozen=True, kw_only=True):
     """The most memory of a process; 0: no limit."""
     environment: tuple[str, ...]
     """Variables of the reward worker's own that functions get although they look like secrets."""
+    sandbox: bool = False
+    """Run the processes in a sandbox of the reward worker's."""
 
 
 class _TravellingFailure(Struct, frozen=True, tag=True, array_like=True):
@@ -45,7 +48,7 @@ class BadResult(PolyrlError):
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 _decode_call = msgspec.msgpack.Decoder(Ask).decode
 _decode_terms = msgspec.msgpack.Decoder(RewardTerms).decode
-_decode_result = msgspec.msgpack.Decoder(RewardScored | _TravellingFailure).decode
+_decode_result = msgspec.msgpack.Decoder(RewardScored | GroupScored | _TravellingFailure).decode
 
 
 def pack_terms(terms: RewardTerms) -> bytes:
@@ -62,8 +65,11 @@ def read_terms(body: bytes) -> RewardTerms:
 
 def pack_call(call: RewardCall) -> bytes:
     """Raises RewardFailed for a row that is no plain data."""
+    given, answers = take_apart(call.given)
     try:
-        return _encoder.encode(Ask(b"", "reward", call.function, call.arguments, call.given, call.timeout_s))
+        return _encoder.encode(
+            Ask(b"", "reward", call.function, call.arguments, given, call.timeout_s, answers=answers)
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
 
@@ -76,10 +82,11 @@ def read_call(body: bytes) -> RewardCall:
         raise RewardFailed(f"the job is not of this PolyRL: {one_line(error)}") from error
     if read.given is None or not 0 < read.timeout_s <= _MAX_S:
         raise RewardFailed("the job is not of this PolyRL: it has no answer, or no time limit")
-    return RewardCall(read.function, read.arguments, read.given, read.timeout_s)
+    given = read.given if read.answers is None else make_group(read.given, read.answers)
+    return RewardCall(read.function, read.arguments, given, read.timeout_s)
 
 
-def pack_reply(reply: RewardScored) -> bytes:
+def pack_reply(reply: ScoredReply) -> bytes:
     return _encoder.encode(reply)
 
 
@@ -95,7 +102,7 @@ def pack_failure(error: PolyrlError) -> bytes:
             return _encoder.encode(_TravellingFailure(reason, "failed"))
 
 
-def read_result(body: bytes) -> RewardScored | RewardFailed | RewardUnavailable:
+def read_result(call: RewardCall, body: bytes) -> ScoredReply | RewardFailed | RewardUnavailable:
     """Return the reply with the reward, or the error that stands for none.
 
     Raises BadResult for what no honest worker says.
@@ -109,8 +116,16 @@ def read_result(body: bytes) -> RewardScored | RewardFailed | RewardUnavailable:
         if read.kind == "timed_out":
             return RewardTimedOut(reason, read.cpu_s)
         return RewardUnavailable(reason) if read.kind == "unavailable" else RewardFailed(reason)
+    if not call.is_answered_by(read):
+        raise BadResult("a result for other answers than it was given")
+    for one in read.rewards if isinstance(read, GroupScored) else [read]:
+        if one is not None:
+            _check(one)
+    return read
+
+
+def _check(told: RewardScored) -> None:
     try:
-        check_value(Reward(read.score, read.parts, read.outcome, read.cpu_s, read.correct))
+        check_value(Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct))
     except (RewardFailed, RewardUnavailable) as error:
         raise BadResult(f"a reward that cannot be: {error}") from error
-    return read
