@@ -29,7 +29,8 @@ from polyrl.client import Fleet, Sample
 from polyrl.config.recipe_files import load_recipe
 from polyrl.manager import status
 from polyrl.run.checkpoints import write_recipe
-from polyrl.run.diagnosis import Diagnosis, diagnose
+from polyrl.run.diagnosis import diagnose
+from polyrl.run.findings import Diagnosis
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.telemetry import last_steps

@@ -456,7 +456,7 @@ def test_a_row_that_is_no_plain_data_fails_by_itself():
     [
         (
             "aritmetic",
-            'reward: unknown name "aritmetic"; expected arithmetic, math, code, judge, reward_model, or module:function',
+            'reward: unknown name "aritmetic"; expected arithmetic, math, code, judge, reward_model, or module',
         ),
         ("no_such_module:f", 'reward: "no_such_module:f": no_such_module cannot be imported'),
         ("own_rewards:nope", 'reward: "own_rewards:nope": own_rewards has no function nope'),

@@ -33,6 +33,11 @@ from polyrl.weights.settings import WeightSettings
         (["--engine", "sglang", "--model", "/nowhere"], "--model: /nowhere: no config.json there"),
         (["--engine-url", "http://127.0.0.1:1"], "--engine-url: the emulated engine has no server"),
         (["--", "--max-num-seqs", "4"], "--: the emulated engine has no server"),
+        (["--rewards", "--model", "m"], "--model: is of an engine, and --rewards has none; leave it out"),
+        (["--rewards", "slots=4"], "key=value: is of an engine, and --rewards has none; leave it out"),
+        (["--rewards", "--slots", "0"], "--slots: 0; expected 1 to 256 answers at once"),
+        (["--rewards", "--log", "/nowhere/at/all"], "--log: /nowhere/at/all cannot be written: No such file"),
+        (["--rewards"], "no token: give --token-file, or set POLYRL_TOKEN"),
     ],
     ids=lambda one: one[0] if isinstance(one, list) else "",
 )

@@ -6,7 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from polyrl.run.diagnosis import diagnose
-from polyrl.wire.control import HostStatus, RewardsStatus, RoundStatus, Status, WaitStatus, WorkerStatus
+from polyrl.wire.control import (
+    HostStatus,
+    RewardsStatus,
+    RewardWorkerStatus,
+    RoundStatus,
+    Status,
+    WaitStatus,
+    WorkerStatus,
+)
 
 WORKER = WorkerStatus(
     name="w1", state="active", connected=True, engine="builtin", model="m", version=3, running=2, slots=4,
@@ -93,6 +101,23 @@ def test_a_slow_reward_is_named_with_its_own_time_limit_and_those_that_failed_ar
     assert slow.stalls and not slow.needs_help
     assert failed.what == "7 answers had no reward so far; the last: KeyError: 'x'"
     assert failed.do.startswith("runs/x/logs/rewards.log has what functions printed")
+
+
+@pytest.mark.parametrize(("states", "there"), [((), ""), (("draining", "joined"), "; r0 is draining; r1 is joined")])
+def test_answers_without_a_reward_worker_need_one(states: tuple[str, ...], there: str):
+    workers = [
+        RewardWorkerStatus(
+            name=f"r{n}", state=one, connected=True, places=2, running=0, scored=1, failed=0, last_heard_s=0.1
+        )
+        for n, one in enumerate(states)
+    ]
+    waits = (WaitStatus(what="reward workers", of="12 answers", age_s=9.0, given_up_in_s=None),)
+    round_, queues = replace(ROUND, samples_running=0), {"rewards_waiting": 12}
+    now = replace(STATUS, rounds=(round_,), queues=queues, waits=waits, reward_workers=workers)
+    found = diagnose(now, now).findings[0]
+    assert found.what.endswith(f": 12 answers wait to be scored, and no reward worker can{there}")
+    assert found.then == "they wait as long as it takes: rewards.processes = 0" and found.needs_help
+    assert found.do == "start a reward worker: polyrl worker --rewards --join URL --token-file reward.token"
 
 
 def test_a_worker_that_writes_is_not_spoken_of_and_the_longest_answer_is():

@@ -1,6 +1,6 @@
 """A wait that does not end by itself is told once, when it has lasted a while, and once more when it is over."""
 
-from polyrl.run.diagnosis import Finding
+from polyrl.run.findings import Finding
 from polyrl.run.reporting import Waiting
 
 NOBODY = Finding("12 samples wait, and there is no worker", "they wait", "have a worker join", needs_help=True)

@@ -12,7 +12,7 @@ from polyrl.cli import dialing
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
-    from polyrl.run.diagnosis import Diagnosis
+    from polyrl.run.findings import Diagnosis
 
 EXIT_OK = 0
 EXIT_NEEDS_HELP = 1

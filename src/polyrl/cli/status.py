@@ -53,6 +53,8 @@ def _show(status: "Status") -> None:
     console.print(_workers(status) if status.workers else "no workers")
     if status.hosts:
         console.print(_hosts(status))
+    if status.reward_workers:
+        console.print(_reward_workers(status))
     for one in status.rounds:
         closed = ", closed" if one.closed else ""
         console.print(
@@ -108,6 +110,21 @@ def _hosts(status: "Status") -> "Table":
             one.name, state if one.connected else f"{state}, away", one.environment, str(one.playing), str(one.slots),
             f"{one.price_usd_per_hour:.2f}", f"{one.usd:.4f}", f"{one.last_heard_s:.1f} s",
         )  # fmt: skip
+    return table
+
+
+def _reward_workers(status: "Status") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("reward worker", "state"):
+        table.add_column(name)
+    for name in ("busy", "places", "scored", "failed", "heard"):
+        table.add_column(name, justify="right")
+    for one in status.reward_workers:
+        state = one.state if one.connected else f"{one.state}, away"
+        numbers = (one.running, one.places, one.scored, one.failed)
+        table.add_row(one.name, state, *map(str, numbers), f"{one.last_heard_s:.1f} s")
     return table
 
 

@@ -1,4 +1,4 @@
-"""`polyrl worker`: join a fleet with one engine."""
+"""`polyrl worker`: join a fleet with one engine, or, with --rewards, score its answers (cli/reward_worker.py)."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrl.cli import dialing
+from polyrl.cli import dialing, reward_worker
 
 if TYPE_CHECKING:
     from polyrl.engines.engine import Engine
@@ -25,8 +25,11 @@ examples:
   polyrl worker --check --engine vllm --model DIR
   polyrl worker --join http://HOST:5000 --token-file worker.token --engine vllm --model DIR -- --tensor-parallel-size 4
   polyrl worker --check --engine my_package.engine:MyEngine --model DIR depth=3
+  polyrl worker --rewards --join http://HOST:5000 --token-file reward.token --slots 16
 
 It dials out; nothing inbound is needed. Ctrl+C or SIGTERM: it hands every sample over at its current token and leaves.
+With --rewards it has no engine and scores answers with the run's reward functions, which must be installed here
+(docs/guides/reward-workers.md); at a signal it finishes what it scores, or hands it back.
 Settings of the engine are key=value: docs/concepts/engines.md has those of the emulated one, for example
 tokens_per_s=80, docs/concepts/builtin-engine.md those of the builtin one, for example kv_tokens=32768, and
 docs/guides/engines.md those of vllm and sglang; docs/guides/extend.md shows an engine of your own. What stands after --
@@ -46,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--join", metavar="URL", help="the manager, for example http://HOST:5000")
     parser.add_argument(
         "--check", action="store_true", help="start the engine, write a sample, install a version, say so and leave"
+    )
+    parser.add_argument(
+        "--rewards", action="store_true", help="score answers instead of generating them; wants reward.token"
     )
     parser.add_argument(
         "--engine",
@@ -71,7 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keep the session there, so that a worker started again with it has its name at once",
     )
-    parser.add_argument("--slots", type=int, help="samples at once (default: what the engine says)")
+    parser.add_argument(
+        "--slots",
+        type=int,
+        help="samples at once (default: what the engine says; with --rewards, this machine's cores)",
+    )
     parser.add_argument("--spot", action="store_true", help="the machine may be taken away")
     parser.add_argument("--price", type=float, default=0.0, metavar="USD_PER_HOUR", help="for the ledger")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="accelerators it stands for")
@@ -100,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mooncake", default="", choices=("tcp", "rdma"), help="read weights by it, where the source has it too"
     )
+    parser.add_argument("--log", metavar="FILE", help="with --rewards: keep what functions print")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     dialing.add_credentials(parser)
 
@@ -109,9 +120,11 @@ def run(args: argparse.Namespace) -> int:
 
     name = _default_name() if args.name is None else args.name
     _check_options(args, name)
-    engine = _engine(args)
     level = logging.WARNING if args.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    if args.rewards:
+        return run_loop(reward_worker.score(args, name))
+    engine = _engine(args)
     return run_loop(_check(args, engine) if args.check else _work(args, name, engine))
 
 

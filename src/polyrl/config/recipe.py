@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
-from polyrl.config.rewards import NOT_IN_SANDBOX, RewardsSection, WeightedReward
+from polyrl.config.rewards import NOT_IN_SANDBOX, STAYS, RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -771,6 +771,11 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             unfit = [one.function for one in chosen if one.function in NOT_IN_SANDBOX]
             if unfit and self.rewards.sandbox:
                 raise ValueError(f"rewards.sandbox: {unfit[0]} {NOT_IN_SANDBOX[unfit[0]]}")
+            stays = [one.function for one in chosen if one.function in STAYS]
+            if stays and not self.rewards.processes:
+                raise ValueError(
+                    f"rewards.processes: got 0, expected at least 1, for {stays[0]}, which no reward worker gets"
+                )
             unused = [one for one in unused if one not in used]
         if unused:
             raise ValueError(f"rewards.functions: no domain uses {unused[0]}; name it in data.reward, or leave it out")

@@ -9,12 +9,16 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Positive
 
 _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
+_SLOTS_ELSEWHERE = 64
+"""Rewards in progress where all of them run on reward workers, whose places nobody knows before."""
 NOT_IN_SANDBOX = {
     "code": "has a sandbox of its own, which none can be around",
     "judge": "needs the network, which the sandbox has not",
     "reward_model": "needs a device or the network, which the sandbox has not",
 }
 """Functions of ours that `rewards.sandbox` is not for, and why."""
+STAYS = ("judge",)
+"""Functions of ours that no reward worker gets: keys and budget are the run's own."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -53,8 +57,8 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     functions: tuple[WeightedReward, ...] = ()
     """Each function scores every answer of the domains that name it, or that name no reward of their own."""
-    processes: Annotated[int, Meta(ge=1, le=256)] = 2
-    """The number of processes in the pool that functions run in."""
+    processes: Annotated[int, Meta(ge=0, le=256)] = 2
+    """The number of processes in the pool that functions run in. 0: functions run on reward workers alone."""
     timeout_s: Positive = 30.0
     """A reward that takes longer has failed, and its sample is dropped."""
     adaptive: bool = False
@@ -66,7 +70,8 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     start_timeout_s: Positive = 60.0
     """The time for a process to start and to make its functions ready, a reward model included."""
     slots: AtLeastOne | None = None
-    """The most rewards in progress at once; none: 8 per process. More is for async functions that wait."""
+    """The most rewards in progress at once; none: 8 per process, or 64 without any. More is for async functions that
+    wait, and for many reward workers."""
     row_failures: AtLeastOne = 8
     """A row at which rewards have failed this often, while they scored others, is quarantined."""
     memory_gb: Positive | None = 8.0
@@ -94,8 +99,15 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return max(self.timeout_s, 2.0 * self.t_max_s + 2.0) if self.adaptive else self.timeout_s
 
     @property
+    def memory_bytes(self) -> int:
+        """0: no limit."""
+        return 0 if self.memory_gb is None else int(self.memory_gb * (1 << 30))
+
+    @property
     def max_under_way(self) -> int:
-        return _SLOTS_PER_PROCESS * self.processes if self.slots is None else self.slots
+        if self.slots is not None:
+            return self.slots
+        return _SLOTS_PER_PROCESS * self.processes if self.processes else _SLOTS_ELSEWHERE
 
     def chosen(self, reward: str | tuple[str, ...] | None, own: str | None) -> tuple[WeightedReward, ...]:
         """Return the functions that score a domain's answers: `reward` is its setting, `own` its source's default.

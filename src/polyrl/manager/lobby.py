@@ -25,6 +25,7 @@ from polyrl.ids import HostName, Incarnation, Seconds, WorkerName
 from polyrl.journal.records import CAVEAT
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.notes import AnyNote, HostOpened, SessionOpened
+from polyrl.manager.peers.reward_sessions import RewardRelay
 from polyrl.manager.peers.sessions import HostSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling.core import events as e
@@ -52,6 +53,7 @@ class Lobby:
         """The secret that weight servers and the workers that pull from them share."""
         self.workers: dict[WorkerName, WorkerSession] = {}
         self.hosts: dict[HostName, HostSession] = {}
+        self.reward_relay = RewardRelay()
         self.host_lives: dict[HostName, Incarnation] = {}
         self.turned_away: dict[WorkerName, tuple[str, Seconds]] = {}
         """The last workers that could not serve this run: why, and when each left."""
@@ -195,7 +197,8 @@ class Lobby:
         """Count a host that joins. A name that the scheduler has forgotten begins at 1 again."""
         known = {} if self.run is None else self.run.desk.hosts.last_incarnations
         if len(self.host_lives) > len(known) + len(self.hosts) + _FORGET_EVERY:
-            self.host_lives = {one: life for one, life in self.host_lives.items() if one in known or one in self.hosts}
+            self.reward_relay = RewardRelay()
+        self.host_lives = {one: life for one, life in self.host_lives.items() if one in known or one in self.hosts}
         life = self.host_lives[name] = Incarnation(self.host_lives.get(name, 0) + 1)
         return life
 

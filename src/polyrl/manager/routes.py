@@ -21,9 +21,10 @@ from polyrl.errors import RequestError
 from polyrl.ids import HostName, WorkerName
 from polyrl.manager import opening, page
 from polyrl.manager.dashboard import Dashboard
-from polyrl.manager.frames_in import from_hosts, host_joining, joining
+from polyrl.manager.frames_in import from_hosts, host_joining, joining, reward_joining
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.openapi import document
+from polyrl.manager.peers.reward_sessions import DispatcherSession
 from polyrl.manager.peers.streams import Streams
 from polyrl.manager.service import Service
 from polyrl.manager.serving import replies
@@ -132,6 +133,12 @@ async def host_join(call: RouteCall) -> control.HostJoinReply:
     return await call.service.call(lambda lobby: host_joining.join(lobby, wanted, before))
 
 
+async def reward_join(call: RouteCall) -> control.RewardJoinReply:
+    wanted: control.RewardJoinRequest = call.body
+    _check_protocol(wanted.protocol)
+    return await call.service.call(lambda lobby: reward_joining.join(lobby, wanted))
+
+
 async def look_up(call: RouteCall) -> control.NameReply:
     name, before = call.name, call.session_before
     if not re.fullmatch(WORKER_NAME, name):
@@ -183,6 +190,13 @@ async def drain_host(call: RouteCall) -> control.DrainReply:
     return control.DrainReply(draining=name)
 
 
+async def drain_reward_worker(call: RouteCall) -> control.DrainReply:
+    name, reason = call.name, call.body.reason
+    if not await call.service.call(lambda lobby: reward_joining.drain(lobby, name, reason)):
+        raise BadRequest(404, "reward_worker", f"there is no reward worker {name!r}")
+    return control.DrainReply(draining=name)
+
+
 async def pause(call: RouteCall) -> control.PauseReply:
     await call.service.call(lambda lobby: lobby.need_run().tell(e.PlacingPaused()))
     return control.PauseReply(paused=True)
@@ -219,6 +233,21 @@ async def trainer_stream(call: RouteCall) -> web.StreamResponse:
     if session is None:
         raise BadRequest(410, "session", "that session is over: open the run again")
     return await call.streams.run(call.http, session)
+
+
+async def reward_stream(call: RouteCall) -> web.StreamResponse:
+    key = call.session_key
+    session = await call.service.call(lambda lobby: reward_joining.find(lobby, key))
+    if session is None:
+        raise BadRequest(410, "session", "that session is over: join again")
+    return await call.streams.run(call.http, session)
+
+
+async def dispatcher_stream(call: RouteCall) -> web.StreamResponse:
+    key = call.session_key
+    if await call.service.call(lambda lobby: opening.find_trainer(lobby, key)) is None:
+        raise BadRequest(410, "session", "that session is over: open the run again")
+    return await call.streams.run(call.http, DispatcherSession())
 
 
 # The page
@@ -281,6 +310,20 @@ ROUTES = (
         "POST", "/v1/hosts/{name}/drain", "admin", drain_host,
         "Have a host play its episodes to their end and leave. The body may be left out.",
         control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
+    ),
+    Route(
+        "POST", "/v1/reward-workers/join", "reward", reward_join, "Join as a reward worker, which scores answers.",
+        control.RewardJoinRequest, control.RewardJoinReply, errors=(409, 423), is_limited=True,
+    ),
+    Route("GET", "/v1/reward-worker", "reward", reward_stream, "A reward worker's stream of frames.", kind="socket"),
+    Route(
+        "POST", "/v1/reward-workers/{name}/drain", "admin", drain_reward_worker,
+        "Have a reward worker finish what it scores, or hand it back, and leave. The body may be left out.",
+        control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
+    ),
+    Route(
+        "GET", "/v1/rewards", "admin", dispatcher_stream, "The trainer's stream of jobs for reward workers.",
+        kind="socket",
     ),
     Route(
         "POST", "/v1/run", "admin", open_run,

@@ -112,13 +112,15 @@ class Run:
                 self.tell(news)
 
     def wakeup_in(self) -> Seconds | None:
-        """Return how long scheduler and hosts may be left alone; None where nothing has a deadline."""
+        """Return how long scheduler, hosts and reward workers may be left alone; None where nothing has a deadline."""
         at = self.scheduler.wakeup_at
         if self.lobby.hosts:
             timeout_s = self.desk.config.environments.host_timeout_s
             silent_at = min(one.heard_at for one in self.lobby.hosts.values()) + timeout_s
             at = silent_at if at is None else min(at, silent_at)
-        return None if at is None else max(0.0, at - self.lobby.now())
+        found = [] if at is None else [max(0.0, at - self.lobby.now())]
+        relay_s = self.lobby.reward_relay.missed_in(self.desk.config.fleet_rules.heartbeat_timeout_s)
+        return min((*found, *([] if relay_s is None else [relay_s])), default=None)
 
     def pass_time(self) -> None:
         if self.scheduler.is_due(self.lobby.now()):
@@ -130,6 +132,7 @@ class Run:
             session.told_heard_at = session.heard_at
         for host in self.lobby.hosts.values():
             host.heard_at = max(host.heard_at, self.lobby.now())
+        self.lobby.reward_relay.stood_still()
         self.tell(e.DriverResumed(seconds, 0.0))
 
     def seat_of(self, session: WorkerSession) -> Worker | None:

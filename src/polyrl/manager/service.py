@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from polyrl import __version__
 from polyrl.errors import RequestError, UserError
-from polyrl.manager.frames_in import from_hosts
+from polyrl.manager.frames_in import from_hosts, reward_joining
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
@@ -266,6 +266,7 @@ class Service:
         run = lobby.need_run()
         run.pass_time()
         from_hosts.lose_silent(lobby, run.desk.config.environments.host_timeout_s)
+        reward_joining.lose_silent(lobby)
         run.has_told = True
         self._set_timer()
 

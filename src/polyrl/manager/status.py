@@ -13,11 +13,21 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from polyrl.ids import SampleId, Step, show_sample
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.payload import Payload
+from polyrl.manager.peers.reward_sessions import RewardSession
 from polyrl.manager.peers.sessions import HostSession, WorkerSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.samples import Round
-from polyrl.wire.control import HostStatus, RewardsStatus, RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
+from polyrl.wire.control import (
+    HostStatus,
+    RewardsStatus,
+    RewardWorkerStatus,
+    RoundStatus,
+    Status,
+    TurnedAway,
+    WaitStatus,
+    WorkerStatus,
+)
 
 
 def status(lobby: Lobby, uptime_s: float) -> Status:
@@ -42,6 +52,7 @@ def _before_a_run(lobby: Lobby, uptime_s: float) -> Status:
         refused=dict(lobby.refused),
         turned_away=_turned_away(lobby),
         hosts=[_host(one, now) for one in lobby.hosts.values()],
+        reward_workers=[_reward_worker(one) for one in lobby.reward_relay.workers.values()],
     )
 
 
@@ -71,6 +82,7 @@ def _of_a_run(run: Run, uptime_s: float) -> Status:
         max_new_tokens=desk.config.max_new_tokens,
         rewards=_rewards(run, now),
         hosts=[_host(one, now, run) for one in lobby.hosts.values()],
+        reward_workers=[_reward_worker(one) for one in lobby.reward_relay.workers.values()],
     )
 
 
@@ -87,6 +99,19 @@ def _host(session: HostSession, now: float, run: Run | None = None) -> HostStatu
         price_usd_per_hour=session.facts.price_usd_per_hour,
         last_heard_s=max(0.0, now - session.heard_at),
         usd=0.0 if line is None else line.usd,
+    )
+
+
+def _reward_worker(session: RewardSession) -> RewardWorkerStatus:
+    return RewardWorkerStatus(
+        name=session.name,
+        state="draining" if session.is_draining else "ready" if session.is_ready else "joined",
+        connected=session.link is not None,
+        places=session.places,
+        running=session.report.num_running,
+        scored=session.report.num_scored,
+        failed=session.report.num_failed,
+        last_heard_s=max(0.0, time.monotonic() - session.heard_at),
     )
 
 
@@ -235,14 +260,19 @@ def _waits(run: Run, now: float) -> Iterator[WaitStatus]:
     if waiting is not None and (desk.state.paused or not any(one.may_generate for one in desk.seats.values())):
         what = "a resume" if desk.state.paused else "workers"
         yield WaitStatus(what=what, of=f"round {waiting.step}", age_s=now - waiting.opened_at, given_up_in_s=None)
-    scoring = desk.scoring.running
-    if scoring:
+    scoring, relay = desk.scoring.running, run.lobby.reward_relay
+    if scoring and relay.num_local == 0 and not relay.num_ready:
+        age_s = time.monotonic() - relay.none_since
+        yield WaitStatus(what="reward workers", of=f"{len(scoring)} answers", age_s=age_s, given_up_in_s=None)
+    elif scoring:
         told = _rewards(run, now)
-        if told is None or not told.running:
-            left_s, age_s, of = min(scoring.values()) - now, None, f"{len(scoring)} answers"
-        else:
+        if told is not None and told.running:
             left_s, age_s, of = told.timeout_s - told.longest_s, told.longest_s, f"{told.function}, {told.running} run"
-        yield WaitStatus(what="reward", of=of, age_s=age_s, given_up_in_s=max(0.0, left_s))
+        else:  # reward workers alone are waited for as long as it takes
+            left_s = None if relay.num_local == 0 else min(scoring.values()) - now
+            age_s, of = None, f"{len(scoring)} answers"
+        given_up_in_s = None if left_s is None else max(0.0, left_s)
+        yield WaitStatus(what="reward", of=of, age_s=age_s, given_up_in_s=given_up_in_s)
     for (name, key), at in sorted(desk.deadlines.entries.items(), key=lambda entry: entry[1]):
         if name != "reward":  # a look at those above
             age_s = _age_s(run, name, key, at - now)
@@ -327,6 +357,8 @@ class _Metrics(Collector):
         yield _by("polyrl_workers", "Workers by state.", "state", Counter(worker.state for worker in now.workers))
         speeds = {worker.name: worker.tokens_per_s for worker in now.workers}
         yield _by("polyrl_worker_tokens_per_second", "As each worker says.", "worker", speeds)
+        states = Counter(one.state for one in now.reward_workers)
+        yield _by("polyrl_reward_workers", "Reward workers by state.", "state", states)
         yield _by("polyrl_refused", "What was refused.", "reason", now.refused)
         for key in ("tokens_arrived", "tokens_kept", "samples_started", "samples_trained", "prompts_trained", "usd"):
             if key in now.ledger:

@@ -5,12 +5,15 @@
     await pool.close()
 
 No user function runs in the trainer. A plain function has a process to itself; async functions share a process, up to
-a limit. Processes are started on demand. Built-in functions that cannot take long run in the trainer.
+a limit. Processes are started on demand. Built-in functions that cannot take long run in the trainer. Beside the
+processes, or instead of them, there are places at reward workers (remote/places.py): an answer goes to a process if one
+is free, otherwise to a reward worker, and waits as long as there is neither.
 
 Rules kept here: a function that hangs is killed with its process. A function that crashes its process harms only its
 own answer: the other answers in that process are scored again, each alone in a new process. So is an answer whose
 process broke after it had scored others, since their leftovers may be the cause. An answer that itself took too long is
 not tried again. An answer that nobody waits for any more is still finished: restarting a process would cost more.
+An answer that a reward worker was lost over goes to another one; after some losses it has no reward for now.
 """
 
 import asyncio
@@ -19,11 +22,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from polyrl.config.rewards import STAYS
 from polyrl.errors import ConfigError
 from polyrl.rewards import arithmetic
 from polyrl.rewards.groups import RewardGroup
 from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, ScoredReply, Surroundings
 from polyrl.rewards.messages import Failed, GroupScored, RewardScored
+from polyrl.rewards.remote.places import JobTooLarge, RemotePlace, RemotePlaces, WorkerLost
 from polyrl.rewards.reward import (
     Reward,
     RewardFailed,
@@ -37,6 +42,8 @@ from polyrl.rewards.reward import (
 
 QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
 """Functions of ours that only compare two texts, and run in the trainer."""
+MAX_LOSSES = 3
+"""An answer over which so many reward workers were lost has no reward for now."""
 
 
 class PoolState(NamedTuple):
@@ -60,6 +67,8 @@ class RewardPool:
         self._surroundings = Surroundings() if surroundings is None else surroundings
         self._processes: list[RewardProcess] = []
         self._queue: deque[_Place] = deque()
+        self.remote = RemotePlaces(self._fill)
+        """The places at reward workers: none before a dispatcher tells of some."""
         self._asking: set[asyncio.Task[ScoredReply]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
@@ -72,7 +81,7 @@ class RewardPool:
         """
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
-        found = await self._finish(RewardCall(name, dict(arguments or {}), given, self._timeout_s))
+        found = await self.run(RewardCall(name, dict(arguments or {}), given, self._timeout_s))
         assert isinstance(found, RewardScored), "the line checks it"
         return _reward(found)
 
@@ -80,11 +89,12 @@ class RewardPool:
         self, name: str, group: RewardGroup, arguments: Mapping[str, object] | None = None
     ) -> list[Reward | None]:
         """Score all answers of a group at once; None: an answer's infrastructure failed. Raises as `score`."""
-        found = await self._finish(RewardCall(name, dict(arguments or {}), group, self._timeout_s))
+        found = await self.run(RewardCall(name, dict(arguments or {}), group, self._timeout_s))
         assert isinstance(found, GroupScored), "the line checks it"
         return [None if one is None else _reward(one) for one in found.rewards]
 
-    async def _finish(self, call: RewardCall) -> ScoredReply:
+    async def run(self, call: RewardCall) -> ScoredReply:
+        """Score by a call that is made already, as a reward worker has it. Raises as `score`."""
         task = asyncio.create_task(self._score(call))
         self._asking.add(task)
         task.add_done_callback(self._forget)
@@ -92,7 +102,7 @@ class RewardPool:
 
     def state(self) -> PoolState:
         now = asyncio.get_running_loop().time()
-        running = [one for process in self._processes for one in process.running()]
+        running = [one for process in self._processes for one in process.running()] + self.remote.running()
         begun_at, call = min(running, key=lambda one: one[0], default=(now, None))
         name = "" if call is None else call.function
         return PoolState(len(running), len(self._asking) - len(running), now - begun_at, name)
@@ -111,9 +121,31 @@ class RewardPool:
         left, self._processes = self._processes, []
         await asyncio.gather(*self._ending, *(process.end() for process in left))
 
+    @property
+    def is_without_places(self) -> bool:
+        """Whether there is nobody to score anything."""
+        return not self._max_processes and not self.remote.num_workers
+
     async def _score(self, call: RewardCall) -> ScoredReply:
+        """Score at the first place that is free; again elsewhere when a reward worker is lost over it."""
+        num_losses, may_travel = 0, call.function not in STAYS
+        while True:
+            try:
+                return await self._score_somewhere(call, num_losses, may_travel=may_travel)
+            except WorkerLost as lost:
+                num_losses += lost.is_suspect
+                if num_losses >= MAX_LOSSES:
+                    raise RewardUnavailable(
+                        f"{num_losses} reward workers were lost over it; the last: {lost}"
+                    ) from lost
+            except JobTooLarge as error:
+                may_travel = False
+                if not self._max_processes:
+                    raise RewardFailed(f"the answer and its row are {error}; rewards.processes = 0") from error
+
+    async def _score_somewhere(self, call: RewardCall, num_losses: int, *, may_travel: bool) -> ScoredReply:
         try:
-            reply = await self._ask(call)
+            reply = await self._ask(call, is_suspect=num_losses > 0, may_travel=may_travel)
         except ProcessBroke as broke:
             if broke.is_own:
                 raise self._failure(broke) from broke
@@ -152,12 +184,15 @@ class RewardPool:
         named = [one for one in self._surroundings.withheld(os.environ) if one in reason]
         return f"; {named[0]} is withheld from rewards: name it in rewards.environment" if named else ""
 
-    async def _ask(self, call: RewardCall, *, alone: bool = False) -> ScoredReply | Failed:
-        """Send a request to a free process.
+    async def _ask(
+        self, call: RewardCall, *, alone: bool = False, is_suspect: bool = False, may_travel: bool = True
+    ) -> ScoredReply | Failed:
+        """Send a request to a free process, or to a reward worker.
 
         `alone`: a process that has answered nothing before, and answers nothing else meanwhile.
         """
         place = _Place(call.function, asyncio.get_running_loop().create_future(), alone=alone)
+        place.is_suspect, place.may_travel = is_suspect, may_travel and not alone
         self._queue.append(place)
         self._fill()
         try:
@@ -174,18 +209,32 @@ class RewardPool:
     # Assigning processes
 
     def _fill(self) -> None:
-        """Assign free processes to waiting requests, first come first served."""
+        """Assign free places to waiting requests, first come first served.
+
+        A choosy one keeps nobody from going to a reward worker; processes are for those that came first.
+        """
+        choosy: list[_Place] = []
         while self._queue:
             place = self._queue[0]
             if not place.process.done():
-                process = self._place_for(place)
+                process = None if choosy else self._place_for(place)
+                if process is None and place.may_travel:
+                    process = self.remote.take(is_suspect=place.is_suspect)
+                if process is None and not place.is_choosy:
+                    break
                 if process is None:
-                    return
-                process.num_asking += 1
-                process.is_alone = place.alone
-                process.is_shared = self._is_async.get(place.name, False) and not place.alone
-                place.process.set_result(process)
+                    choosy.append(place)
+                else:
+                    self._assign(place, process)
             self._queue.popleft()
+        self._queue.extendleft(reversed(choosy))
+
+    def _assign(self, place: "_Place", process: RewardProcess | RemotePlace) -> None:
+        if isinstance(process, RewardProcess):
+            process.num_asking += 1
+            process.is_alone = place.alone
+            process.is_shared = self._is_async.get(place.name, False) and not place.alone
+        place.process.set_result(process)
 
     def _place_for(self, place: "_Place") -> RewardProcess | None:
         for broken in [one for one in self._processes if not one.is_usable and not one.num_asking]:
@@ -215,7 +264,11 @@ class RewardPool:
         if is_new or is_async:  # another process may have begun its first async function, and has room from now on
             self._fill()
 
-    def _give_back(self, process: RewardProcess) -> None:
+    def _give_back(self, process: RewardProcess | RemotePlace) -> None:
+        if isinstance(process, RemotePlace):
+            process.give_back()
+            self._fill()
+            return
         process.num_asking -= 1
         if process in self._processes:
             if not process.is_usable and not process.num_asking:
@@ -239,7 +292,13 @@ def _reward(told: RewardScored) -> Reward:
 
 
 class _Place:
-    """A request that waits for a process."""
+    """A request that waits for a place."""
 
-    def __init__(self, name: str, process: "asyncio.Future[RewardProcess]", *, alone: bool) -> None:
+    def __init__(self, name: str, process: "asyncio.Future[RewardProcess | RemotePlace]", *, alone: bool) -> None:
         self.name, self.process, self.alone = name, process, alone
+        self.is_suspect, self.may_travel = False, True
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether a place that it cannot have may do for the next one."""
+        return self.is_suspect or not self.may_travel

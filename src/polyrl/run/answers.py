@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from polyrl.config.recipe import Recipe
 from polyrl.data.prompts import to_task
@@ -66,6 +67,8 @@ def _read(path: Path, number: int, line: bytes) -> AnswerLine:
 async def score_answers(recipe: Recipe, path: Path) -> list[ScoredLine]:
     """Score every answer of a file. Raises UserError for a file or a recipe that is wrong."""
     lines = read_answers(path)
+    if not recipe.rewards.processes:  # reward workers are for runs: here is no manager that they could join
+        recipe = replace(recipe, rewards=replace(recipe.rewards, processes=1))
     tasks = load_tasks(recipe)
     places = asyncio.Semaphore(recipe.rewards.max_under_way)
     try:

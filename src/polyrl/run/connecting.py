@@ -119,8 +119,8 @@ def weight_server(recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: 
 
 @asynccontextmanager
 async def dismissed_at_the_end(fleet: Fleet, dialer: Dialer) -> AsyncIterator[None]:
-    """Tell all workers and hosts when the run is over: one that is not told dials for ten minutes. A run that was
-    interrupted is not over."""
+    """Tell all workers, hosts and reward workers when the run is over: one that is not told dials for ten minutes. A
+    run that was interrupted is not over."""
     try:
         yield
     except PolyrlError:  # it will not go on by itself
@@ -141,7 +141,8 @@ async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
 def _others(status: Status) -> list[tuple[str, str]]:
     """Return the kinds and names of all that joined, but for the trainer's own worker."""
     workers = [("workers", one.name) for one in status.workers if one.name != local_worker.NAME]
-    return workers + [("hosts", one.name) for one in status.hosts]
+    hosts = [("hosts", one.name) for one in status.hosts]
+    return [*workers, *hosts, *(("reward-workers", one.name) for one in status.reward_workers)]
 
 
 async def _drain(dialer: Dialer, kind: str, name: str) -> None:

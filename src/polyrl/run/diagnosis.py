@@ -13,38 +13,16 @@ For a run without a process, `diagnose_remains` reads the run's directory.
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyrl.config import load_toml
 from polyrl.errors import UserError
 from polyrl.run.changes import begin_anew
+from polyrl.run.findings import Diagnosis, Finding
 from polyrl.telemetry import metrics
 from polyrl.telemetry.looks import show_seconds
 from polyrl.telemetry.metrics import MetricValue
 from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
-
-
-class Finding(NamedTuple):
-    what: str
-    then: str
-    """The next thing that happens by itself."""
-    do: str = ""
-    """The action that a person could take; empty: none is needed."""
-    needs_help: bool = False
-    """Whether the wait needs a person to end it."""
-    stalls: bool = False
-    """Whether nothing is generated or trained meanwhile: a long wait is then worth a line in the log."""
-
-
-class Diagnosis(NamedTuple):
-    is_moving: bool
-    """Whether anything was generated, delivered or trained between the two replies."""
-    findings: tuple[Finding, ...]
-    """Reasons for waiting; the first is the one that holds up the whole run."""
-
-    @property
-    def needs_help(self) -> bool:
-        return any(one.needs_help for one in self.findings)
 
 
 def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosis:
@@ -310,12 +288,19 @@ def _rewards(now: Status, missing: str) -> Finding:
     running, waiting = now.queues.get("rewards_running", 0), now.queues.get("rewards_waiting", 0)
     if not running and not waiting:
         return Finding(f"{missing}: all answers are written and scored", "they go to the trainer by themselves")
-    do = "rewards.processes is how many plain functions run at once" if waiting else ""
+    if (wait := _wait(now, "reward workers")) is not None:
+        there = "".join(f"; {one.name} is {one.state if one.connected else 'away'}" for one in now.reward_workers)
+        what = f"{missing}: {wait.of} wait to be scored, and no reward worker can{there}"
+        do = "start a reward worker: polyrl worker --rewards --join URL --token-file reward.token"
+        return Finding(what, "they wait as long as it takes: rewards.processes = 0", do, needs_help=True)
+    do = "rewards.processes is how many plain functions run at once; reward workers add to them" if waiting else ""
     what = f"{missing}: {running:,} answers are being scored, {waiting:,} wait for it"
     told = now.rewards
     if told is None or not told.running:
         wait = _wait(now, "reward")
-        until = "" if wait is None else f"; one that is not answered is given up in {_left(wait)}"
+        until = ""
+        if wait is not None and wait.given_up_in_s is not None:
+            until = f"; one that is not answered is given up in {_left(wait)}"
         return Finding(what, f"they end{until}", do, stalls=True)
     return Finding(
         f"{what}; {told.function} has run longest, for {show_seconds(told.longest_s)}",
@@ -396,7 +381,7 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
 
 
 def _of_turned_away(now: Status) -> Iterator[Finding]:
-    here = {one.name for one in now.workers}
+    here = {one.name for one in (*now.workers, *now.reward_workers)}
     for one in now.turned_away:
         if one.name not in here:  # mended, and joined again
             yield Finding(
@@ -411,6 +396,7 @@ _WHY_REFUSED = {
     "scope": "requests with a token for less; the admin token may do everything",
     "join_rate": "joins, too many in a moment from one address: something starts workers that end at once",
     "version": "tokens of versions that were never offered",
+    "result": "results of reward workers that cannot be, or did not come",
     "digest": "versions that are not what the trainer published",
 }
 

@@ -225,7 +225,7 @@ def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
     ranks = "" if recipe.train.ranks == 1 else f"{recipe.train.ranks} ranks, "
     trains = f"{generates}, {_mode(recipe)}, {recipe.train.steps} steps"
     boxed = ", in a sandbox" if recipe.rewards.sandbox else ""
-    scores = f"up to {recipe.rewards.processes} processes{boxed}, CPU, {recipe.rewards.timeout_s:g} s an answer"
+    scores = f"{_reward_places(recipe)}{boxed}, {recipe.rewards.timeout_s:g} s an answer"
     return [
         ("run", str(run_dir)),
         ("trainer", f"{ranks}{_device(recipe)}: {trains}; serves weights"),
@@ -233,6 +233,11 @@ def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
         ("workers", f"{workers}; others may join at any time"),
         ("rewards", scores),
     ]
+
+
+def _reward_places(recipe: Recipe) -> str:
+    num = recipe.rewards.processes
+    return f"up to {num} processes, CPU" if num else "on reward workers alone"
 
 
 def _device(recipe: Recipe) -> str:

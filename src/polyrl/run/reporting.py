@@ -22,10 +22,11 @@ from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
-from polyrl.run import hosts, local_worker, workers
+from polyrl.run import hosts, local_worker, reward_workers, workers
 from polyrl.run.checkpoints import ResumePoint
-from polyrl.run.diagnosis import Finding, diagnose
+from polyrl.run.diagnosis import diagnose
 from polyrl.run.display import Display
+from polyrl.run.findings import Finding
 from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of
@@ -95,6 +96,9 @@ class Reporter:
         say(Text.assemble("a worker joins with:  ", (command, "bold green")))
         for host_command in hosts.join_commands(self._recipe, self._run_dir, url):
             say(Text.assemble("a host joins with:  ", (host_command, "bold green")))
+        if not self._recipe.rewards.processes:
+            reward_command = reward_workers.join_command(self._recipe, self._run_dir, url)
+            say(Text.assemble("a reward worker joins with:  ", (reward_command, "bold green")))
         if self._watch is not None:
             self._watch.begun(url, command, self._version)
         if self._address.tls is None and not is_loopback(url):

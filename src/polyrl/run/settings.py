@@ -17,6 +17,8 @@ from polyrl.wire.imposed import ImposedLengths
 
 MAX_ATTEMPTS = 3
 """How often a reward is tried that could not be had through no fault of the answer's."""
+_WAITS_S = 30 * 86_400.0
+"""The scheduler's limit where all rewards run on reward workers: they are waited for, as workers are."""
 _LOOPBACK = ("127.0.0.0/8",)
 
 
@@ -63,13 +65,16 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
 def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
     """The pool ends a function that takes too long; the scheduler's own limit is for a pool that does not answer at
     all: it is later than the last of the queue, if a process starts anew for each before it, and each of a domain's
-    functions takes all of its time. Functions of whole groups have as many places of their own.
+    functions takes all of its time. Functions of whole groups have as many places of their own. Without processes
+    nobody knows how long a place is waited for.
     """
     rewards, slots = recipe.rewards, recipe.rewards.max_under_way
     chosen = [recipe.rewards_of(domain) for domain in recipe.data.all_domains]
     functions = max(1, *map(len, chosen))
     queue = 2 * slots if any(one.whole_group for each in chosen for one in each) else slots
-    longest_s = functions * (rewards.start_timeout_s + rewards.wall_s) * (1 + math.ceil(queue / rewards.processes))
+    longest_s = _WAITS_S
+    if rewards.processes:
+        longest_s = functions * (rewards.start_timeout_s + rewards.wall_s) * (1 + math.ceil(queue / rewards.processes))
     adaptive = rewards.adaptive
     return RewardConfig(
         adaptive=adaptive,

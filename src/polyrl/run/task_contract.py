@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from polyrl.data.tokens import TokenIds
+from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward
 
 Answered = tuple[list[int], str]
@@ -83,6 +84,11 @@ class Tasks(Protocol):
 
     def reward_metrics(self) -> dict[str, float]:
         """Return the metrics of the reward functions since the last call."""
+        ...
+
+    @property
+    def pool(self) -> RewardPool | None:
+        """The places where functions run; None: they run elsewhere."""
         ...
 
     def why_none_scored(self) -> str:

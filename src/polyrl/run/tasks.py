@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+from polyrl.config.plugins import is_own
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
@@ -74,6 +75,10 @@ class RecipeTasks:
         )
         self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
         """Read once for all samples of a prompt: a chat template is a program."""
+
+    @property
+    def pool(self) -> RewardPool:
+        return self._pool
 
     @property
     def tokenizer(self) -> ModelTokenizer:
@@ -230,8 +235,8 @@ class RecipeTasks:
         return UnderWay(state.running, self._wanted.wall_s, (state.longest_s, state.longest), failed)
 
     def reward_metrics(self) -> dict[str, float]:
-        of_judges = self._judges.take_metrics()
-        return {**self._watch.take_metrics(), **of_judges, "reward/scored_before": self._once.num_saved}
+        others = {**self._judges.take_metrics(), **self._pool.remote.take_metrics()}
+        return {**self._watch.take_metrics(), **others, "reward/scored_before": self._once.num_saved}
 
     def why_none_scored(self) -> str:
         return self._failures.why_none_scored()
@@ -267,13 +272,12 @@ def _surroundings(recipe: Recipe, run_dir: Path | None = None) -> Surroundings:
     """Raises ConfigError without the sandbox that is wanted."""
     wanted, walls = recipe.rewards, None
     log = None if run_dir is None else run_dir / "logs" / "rewards.log"
-    memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
-    if wanted.sandbox:
-        functions = [one.function for one in _reward_keys(recipe).values()]
+    if wanted.sandbox and wanted.processes:
+        functions = [one.function for one in reward_keys(recipe).values()]
         walls = look_for_walls(functions, run_dir)
     return Surroundings(
         log,
-        memory_bytes,
+        wanted.memory_bytes,
         wanted.environment,
         walls=walls,
         facts=_facts(recipe, run_dir),
@@ -298,7 +302,7 @@ def _make_pool(wanted: RewardsSection, surroundings: Surroundings) -> RewardPool
     return RewardPool(
         wanted.processes,
         wanted.wall_s,
-        together=math.ceil(wanted.max_under_way / wanted.processes),
+        together=math.ceil(wanted.max_under_way / max(1, wanted.processes)),
         surroundings=surroundings,
     )
 
@@ -334,7 +338,12 @@ def _open_all(
 ) -> tuple[ModelTokenizer, list[Domain]]:
     """`one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
-    check_functions(_reward_keys(recipe), surroundings)
+    found = reward_keys(recipe)
+    if (
+        not recipe.rewards.processes
+    ):  # reward workers check that they have the person's functions: they need not be here
+        found = {key: one for key, one in found.items() if not is_own(one.function)}
+    check_functions(found, surroundings)
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     return tokenizer, [_open(recipe, domain, tokenizer, room, key, one_step=one_step) for domain, key in named]
@@ -356,7 +365,7 @@ def _keys(recipe: Recipe) -> list[str]:
     return [f"data.domains.{number}" for number in range(len(domains))] if domains else ["data"]
 
 
-def _reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
+def reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
     """Every function that scores something, by the setting that names it."""
     found: dict[str, WeightedReward] = {}
     for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):

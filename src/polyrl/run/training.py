@@ -26,7 +26,16 @@ from rich.text import Text
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.run import checkpoints, connecting, hosts, local_worker, preflight, resuming, workers
+from polyrl.run import (
+    checkpoints,
+    connecting,
+    hosts,
+    local_worker,
+    preflight,
+    resuming,
+    reward_workers,
+    workers,
+)
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption
 from polyrl.run.event_loop import run_loop
@@ -131,11 +140,12 @@ class Training:
             fleet = await stack.enter_async_context(
                 connecting.connected(recipe, run_dir, address, self._tasks, policy.loaded, self._point)
             )
+            dial = partial(connecting.dialer, run_dir, address)
+            await stack.enter_async_context(reward_workers.dispatched(recipe, dial(), fleet, self._tasks.pool))
             server = stack.enter_context(connecting.weight_server(recipe, fleet, self._tls, policy.device.type))
             devices = stack.enter_context(
                 contextlib.closing(Devices(engine, generates=bool(recipe.train.local_generation)))
             )
-            dial = partial(connecting.dialer, run_dir, address)
             own = await stack.enter_async_context(local_worker.joined(recipe, dial(), fleet, engine, devices))
             started = await stack.enter_async_context(workers.started(recipe, run_dir, address))
             playing = await stack.enter_async_context(hosts.started(recipe, run_dir, address))

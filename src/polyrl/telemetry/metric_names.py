@@ -35,6 +35,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward/scored_before", "", "answers of this process whose score was known: the same had been scored before"
     ),
+    Metric("reward/remote_workers", "", "reward workers that are connected and stay; from the first that joined on"),
+    Metric("reward/remote_places", "", "answers that reward workers can score at once"),
+    Metric("reward/remote_scored", "", "results of reward workers since the last step"),
+    Metric(
+        "reward/remote_lost", "", "answers that were taken back from reward workers that were lost, and scored again"
+    ),
     Metric("reward/quarantined_rows", "", "rows at which rewards kept failing, and which are not scored any more"),
     Metric("reward/judge/requests", "", "requests to judges since the run began"),
     Metric("reward/judge/retries", "", "those of them that came after a failed one for the same answer"),

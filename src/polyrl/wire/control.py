@@ -74,6 +74,23 @@ class HostJoinReply(Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: float
 
 
+class RewardJoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reward worker that wants to score answers."""
+
+    name: Annotated[str, Meta(pattern=WORKER_NAME)]
+    protocol: Annotated[int, Meta(ge=0)]
+    secret: Annotated[str, Meta(pattern=r"^[0-9a-f]{32,64}$(?!\n)")]
+    """Made by the process, and told to nobody else: by it the same process is known after a restart of the manager."""
+    places: Annotated[int, Meta(ge=1, le=1 << 20)]
+    """Answers that it scores at once."""
+
+
+class RewardJoinReply(Struct, frozen=True, kw_only=True):
+    session: str
+    """The session that it dials its connection with, now and after every break."""
+    heartbeat_interval_s: float
+
+
 class NameReply(Struct, frozen=True, kw_only=True):
     """Whether a worker that is about to start will be let in under a name."""
 
@@ -172,6 +189,20 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     usd: float
 
 
+class RewardWorkerStatus(Struct, frozen=True, kw_only=True):
+    name: str
+    state: str
+    """joined (the trainer's settings are not there, or being checked), ready, draining."""
+    connected: bool
+    places: int
+    running: int
+    """Answers that it scores, as it says; so are the next two."""
+    scored: int
+    failed: int
+    """Answers to which a function gave no reward."""
+    last_heard_s: float
+
+
 class RoundStatus(Struct, frozen=True, kw_only=True):
     step: int
     kind: str
@@ -196,7 +227,8 @@ class RoundStatus(Struct, frozen=True, kw_only=True):
 
 class WaitStatus(Struct, frozen=True, kw_only=True):
     what: str
-    """Which wait it is: a name of deadlines.WaitName, or `trainer`, `weights`, `workers`, `prompts`, `a resume`."""
+    """Which wait it is: a name of deadlines.WaitName, or `trainer`, `weights`, `workers`, `hosts`, `reward workers`,
+    `prompts`, `a resume`."""
     of: str
     age_s: float | None
     given_up_in_s: float | None
@@ -258,6 +290,7 @@ class Status(Struct, frozen=True, kw_only=True):
     rewards: RewardsStatus | None = None
     """None: the trainer has not reported."""
     hosts: list[HostStatus] = []
+    reward_workers: list[RewardWorkerStatus] = []
 
 
 class HealthReply(Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Access tokens with a scope, made once a run, kept in files that only their owner reads.
 
-Five scopes. `worker` may join and stream; `host` may play episodes; `generate` may ask for answers
-(docs/guides/serve.md); `view` may look at the dashboard (docs/guides/dashboard.md); `admin` may do all of
-that and everything else: open a run, submit rounds, read samples, drain.
+Six scopes. `worker` may join and stream; `host` may play episodes; `reward` may score answers; `generate` may ask for
+answers (docs/guides/serve.md); `view` may look at the dashboard (docs/guides/dashboard.md); `admin` may do all of that
+and everything else: open a run, submit rounds, read samples, drain.
 A token is compared in constant time, and never logged or printed.
 
 A client finds its token, in this order: `--token-file`, the environment variable POLYRL_TOKEN.
@@ -19,11 +19,12 @@ from typing import Literal
 from polyrl.disk import write_whole
 from polyrl.errors import UserError
 
-Scope = Literal["worker", "host", "generate", "view", "admin"]
+Scope = Literal["worker", "host", "reward", "generate", "view", "admin"]
 TOKEN_VARIABLE = "POLYRL_TOKEN"
 TOKEN_FILES: dict[Scope, str] = {
     "worker": "worker.token",
     "host": "host.token",
+    "reward": "reward.token",
     "generate": "generate.token",
     "view": "view.token",
     "admin": "admin.token",

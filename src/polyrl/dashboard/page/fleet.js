@@ -1,4 +1,4 @@
-// Workers and hosts: what they are at, how fast, what they cost; and asking one to leave.
+// Workers, hosts and reward workers: what they are at, how fast, what they cost; and asking one to leave.
 
 import { drain } from "./api.js";
 import { dollars, h, number, seconds, table } from "./dom.js";
@@ -43,6 +43,9 @@ export function open(place) {
       hosts.replaceChildren(status.hosts.length ? table(`${status.hosts.length} hosts`, ["host", "state", "environment", "playing#", "$/h#", "$#", "heard#", ""], status.hosts.map((one) => [
         one.name, one.draining ? "draining" : one.connected ? "connected" : "away", one.environment, `${one.playing} of ${one.slots}`, one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), leave("host", one.name),
       ])) : "");
+      if (status.reward_workers.length) hosts.append(table(`${status.reward_workers.length} reward workers`, ["reward worker", "state", "busy#", "scored#", "failed#", "heard#", ""], status.reward_workers.map((one) => [
+        one.name, one.connected ? one.state : `${one.state}, away`, `${one.running} of ${one.places}`, number(one.scored), number(one.failed), seconds(one.last_heard_s), leave("reward-worker", one.name),
+      ])));
       if (status.turned_away.length) hosts.append(table("Turned away", ["worker", "why", "ago#"], status.turned_away.map((one) => [one.name, one.why, seconds(one.ago_s)])));
     },
   };

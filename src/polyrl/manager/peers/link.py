@@ -14,7 +14,7 @@ from collections import deque
 
 from aiohttp import ClientConnectionResetError, WSCloseCode, web
 
-from polyrl.wire import frames, host_frames
+from polyrl.wire import frames, host_frames, reward_frames
 
 _FRAME_BYTES = 256
 """Roughly what a frame takes in a queue, beside the payload it refers to."""
@@ -25,7 +25,9 @@ _LAST_WORDS_S = 5.0
 _BROKEN = (ConnectionError, ClientConnectionResetError, RuntimeError)
 
 
-AnyFrame = frames.ToWorker | frames.ToTrainer | host_frames.ToHost
+AnyFrame = (
+    frames.ToWorker | frames.ToTrainer | host_frames.ToHost | reward_frames.ToRewardWorker | reward_frames.ToDispatcher
+)
 
 
 class Link:
@@ -118,6 +120,10 @@ def _held_bytes(frame: AnyFrame) -> int:
     """Return the bytes that only this frame keeps in memory."""
     if isinstance(frame, frames.Orders):
         return sum(_FRAME_BYTES + len(order.so_far) for order in frame.orders)
+    if isinstance(frame, reward_frames.GiveJob):
+        return _FRAME_BYTES + len(frame.body)
+    if isinstance(frame, reward_frames.WorkerAnswered) and isinstance(frame.said, reward_frames.JobDone):
+        return _FRAME_BYTES + len(frame.said.result)
     return _FRAME_BYTES
 
 

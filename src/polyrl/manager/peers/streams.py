@@ -18,11 +18,13 @@ import aiohttp
 from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.errors import Refused
-from polyrl.manager.frames_in import from_hosts, from_trainer, from_workers
+from polyrl.manager.frames_in import from_dispatcher, from_hosts, from_reward_workers, from_trainer, from_workers
 from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.reward_sessions import DispatcherSession, RewardSession
 from polyrl.manager.peers.sessions import HostSession, TrainerSession, WorkerSession
 from polyrl.manager.service import Service
 from polyrl.wire import frames
+from polyrl.wire.reward_frames import MAX_DISPATCHER_FRAME_BYTES, MAX_REWARD_WORKER_FRAME_BYTES
 
 if TYPE_CHECKING:
     from polyrl.manager.peers.inlet import Inlet
@@ -34,7 +36,7 @@ _FAREWELL_S = 1.0
 _CLOSE_S = 5.0
 
 FindModule = Callable[[str], ModuleType]
-AnySession = WorkerSession | TrainerSession | HostSession
+AnySession = WorkerSession | TrainerSession | HostSession | RewardSession | DispatcherSession
 
 
 class PlainInlet(web.WebSocketResponse):
@@ -136,23 +138,29 @@ class Streams:
             service.count_refusal("frame")  # too large, or no WebSocket frame at all; the peer was told
 
     def _inlet(self, request: web.Request, session: AnySession) -> "Inlet | PlainInlet":
-        if isinstance(session, TrainerSession):
-            return (PlainInlet if self._fast is None else self._fast.Inlet)(frames.MAX_TRAINER_FRAME_BYTES)
+        if isinstance(session, TrainerSession | DispatcherSession):
+            is_trainer = isinstance(session, TrainerSession)
+            most = frames.MAX_TRAINER_FRAME_BYTES if is_trainer else MAX_DISPATCHER_FRAME_BYTES
+            return (PlainInlet if self._fast is None else self._fast.Inlet)(most)
+        is_reward = isinstance(session, RewardSession)
+        most = MAX_REWARD_WORKER_FRAME_BYTES if is_reward else frames.MAX_WORKER_FRAME_BYTES
         if self._fast is None:
-            return PlainInlet(frames.MAX_WORKER_FRAME_BYTES)
+            return PlainInlet(most)
 
         def cut(why: str) -> None:
             log.warning("worker %s is cut off: %s", session.name, why)
             self._service.count_refusal("unfinished")
             _abort(request)
 
-        return self._fast.Inlet(frames.MAX_WORKER_FRAME_BYTES, self._unfinished, cut)
+        return self._fast.Inlet(most, self._unfinished, cut)
 
 
 _HEARERS: dict[type, Any] = {
     WorkerSession: from_workers.said,
     TrainerSession: from_trainer.said,
     HostSession: from_hosts.said,
+    RewardSession: from_reward_workers.said,
+    DispatcherSession: from_dispatcher.said,
 }
 
 
@@ -163,6 +171,10 @@ def _post_gone(service: Service, session: AnySession, link: Link) -> None:
             service.post(lambda _: from_workers.gone(session, link))
         case HostSession():
             service.post(lambda _: from_hosts.gone(session, link))
+        case RewardSession():
+            service.post(lambda lobby: from_reward_workers.gone(lobby, session, link))
+        case DispatcherSession():
+            service.post(lambda lobby: from_dispatcher.gone(lobby, session))
         case TrainerSession():
             service.post(lambda lobby: from_trainer.gone(lobby, session, link))
 

@@ -1,0 +1,120 @@
+"""Reward workers join under a name, and are given up.
+
+Rules kept here: a name belongs to one process while it is connected or was heard of a moment ago; until then only that
+same process gets it again, which its secret shows. Nothing about reward workers is in the journal: after a restart of
+the manager they join anew, with what they are scoring.
+"""
+
+import hmac
+import logging
+import secrets
+import time
+
+from polyrl.errors import Refused
+from polyrl.ids import WorkerName
+from polyrl.manager.frames_in.joining import is_key
+from polyrl.manager.lobby import Lobby
+from polyrl.manager.peers.reward_sessions import RewardSession, life_of
+from polyrl.scheduling.core.parameters import FleetRules
+from polyrl.wire import frames
+from polyrl.wire import reward_frames as r
+from polyrl.wire.control import RewardJoinReply, RewardJoinRequest
+
+log = logging.getLogger("polyrl.manager")
+
+MAX_REWARD_WORKERS = 1024
+_MAX_SENT_AWAY = 1024
+
+
+def join(lobby: Lobby, request: RewardJoinRequest) -> RewardJoinReply:
+    """Let a reward worker in. Raises Refused for a name that another one has, and where there is no room."""
+    name, workers = request.name, lobby.reward_relay.workers
+    if (why := lobby.reward_relay.sent_away.get(life_of(request))) is not None:
+        raise Refused("sent_away", f"reward worker {name!r} was sent away: {why}")
+    former = workers.get(name)
+    if former is None and len(workers) >= MAX_REWARD_WORKERS:
+        raise Refused("full", f"{len(workers)} reward workers are here; expected fewer than {MAX_REWARD_WORKERS}")
+    if former is not None and not _is_same(former, request) and _is_there(lobby, former):
+        raise Refused(
+            "name", f"a reward worker {name!r} is connected already, or was a moment ago: take another --name"
+        )
+    if former is not None:
+        forget(lobby, former, "another process joined under its name", is_told=not _is_same(former, request))
+    session = workers[name] = RewardSession(secrets.token_hex(16), request)
+    if lobby.run is not None:
+        lobby.run.has_told = True  # it is to be missed in time
+    log.info("reward worker %s joined: %d places", name, session.places)
+    return RewardJoinReply(session=session.key, heartbeat_interval_s=lobby.settings.stream.heartbeat_interval_s)
+
+
+def _is_same(former: RewardSession, request: RewardJoinRequest) -> bool:
+    return hmac.compare_digest(former.facts.secret, request.secret)
+
+
+def _is_there(lobby: Lobby, session: RewardSession) -> bool:
+    return session.link is not None or time.monotonic() - session.heard_at < timeout_s(lobby)
+
+
+def timeout_s(lobby: Lobby) -> float:
+    rules = FleetRules() if lobby.run is None else lobby.run.desk.config.fleet_rules
+    return rules.heartbeat_timeout_s
+
+
+def find(lobby: Lobby, key: str) -> RewardSession | None:
+    return next((one for one in lobby.reward_relay.workers.values() if is_key(one.key, key)), None)
+
+
+def forget(
+    lobby: Lobby,
+    session: RewardSession,
+    why: str,
+    *,
+    in_anger: bool = False,
+    rejoin: bool = False,
+    is_told: bool = True,
+) -> None:
+    """End a reward worker's session, and tell the worker and the trainer so."""
+    relay = lobby.reward_relay
+    if relay.workers.get(session.name) is not session:
+        return
+    del relay.workers[session.name]
+    log.log(logging.WARNING if in_anger else logging.INFO, "reward worker %s is given up: %s", session.name, why)
+    if session.link is not None:
+        session.link.send(frames.Release(why, rejoin, in_anger))
+        session.link.close(why)
+    if is_told:
+        relay.tell_fleet()
+
+
+def refuse(lobby: Lobby, session: RewardSession, kind: str, why: str) -> None:
+    """Send a reward worker away that said what cannot be true, or does not answer."""
+    lobby.refused[kind] += 1
+    log.warning("reward worker %s is refused: %s", session.name, why)
+    lobby.turn_away(WorkerName(session.name), f"refused: {why}")
+    away = lobby.reward_relay.sent_away
+    away[session.life] = why
+    if len(away) > _MAX_SENT_AWAY:
+        del away[next(iter(away))]
+    forget(lobby, session, f"refused: {why}", in_anger=True)
+
+
+def lose_silent(lobby: Lobby) -> None:
+    """Give up reward workers that have not been heard of for too long."""
+    now, allowed_s = time.monotonic(), timeout_s(lobby)
+    for session in list(lobby.reward_relay.workers.values()):
+        if now - session.heard_at >= allowed_s:
+            forget(lobby, session, "no heartbeat", rejoin=True)
+
+
+def drain(lobby: Lobby, name: str, reason: str) -> bool:
+    """Have a reward worker finish what it has, or hand it back, and leave. False: there is none of that name."""
+    session = lobby.reward_relay.workers.get(name)
+    if session is None:
+        return False
+    session.is_draining = True
+    if session.link is None:
+        forget(lobby, session, reason)
+        return True
+    session.link.send(r.LeaveSoon(reason))
+    lobby.reward_relay.tell_fleet()
+    return True

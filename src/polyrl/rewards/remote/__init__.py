@@ -1,0 +1,1 @@
+"""Reward workers: answers of a run, scored on other machines that dial the manager's port."""
