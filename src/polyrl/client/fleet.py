@@ -97,12 +97,16 @@ class Group(NamedTuple):
     origin: Origin
 
 
+UNKNOWN_CPU_S = -1.0
+
+
 class RewardResult(NamedTuple):
     """The reward of an answer with its details, for a reward function to which a number is not enough."""
 
     value: float
     correct: bool = False
     cpu_s: float = 0.0
+    """The CPU time that the answer took; below zero: unknown."""
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name: they stay with the sample."""
     outcome: frames.RewardOutcome = "scored"

@@ -187,7 +187,7 @@ class _Teller:
         if self._config.rewards.adaptive:  # otherwise nobody need say what was correct, or how long it took
             if event.outcome == "scored":
                 outcome = f"scored, {'correct' if event.correct else 'not correct'},"
-            outcome += f" with {event.cpu_s:.1f} s of CPU time"
+            outcome += f" with {event.cpu_s:.1f} s of CPU time" if event.cpu_s >= 0.0 else " in unknown CPU time"
         self._say(f"scoring attempt {event.attempt}: {outcome}")
 
     def _tell_lease_end(self, event: e.Event, commands: Sequence[c.Command], sample: TrackedSample | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from polyrl.client import Fleet, Group, Prompt, RewardResult, Sample, connect
+from polyrl.client.fleet import UNKNOWN_CPU_S
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.models import Loaded
 from polyrl.errors import PolyrlError, UserError
@@ -75,10 +76,8 @@ async def connected(
     async def reward_of(sample: Sample) -> RewardResult:
         origin, answer = sample.origin, sample.tokens.tolist()
         found = await tasks.score(origin.domain, origin.prompt, answer, sample.finish, sample.limit_s)
-        is_known = found.cpu_s is not None  # otherwise there is nothing to learn from
-        return RewardResult(
-            found.score, is_known and bool(found.correct), found.cpu_s or 0.0, found.parts, found.outcome
-        )
+        cpu_s = UNKNOWN_CPU_S if found.cpu_s is None else found.cpu_s  # nothing to learn from, and not free either
+        return RewardResult(found.score, bool(found.correct), cpu_s, found.parts, found.outcome)
 
     async def group_reward_of(group: Group) -> list[RewardResult | None]:
         answers = [(one.tokens.tolist(), one.finish) for one in group.samples]

@@ -79,7 +79,7 @@ def _reward_finished(desk: Desk, event: e.RewardFinished, now: Seconds) -> None:
     if event.outcome in ("infrastructure_failed", "no_reward"):
         rounds.reward_failed(desk, sample, now, again=event.outcome == "infrastructure_failed")
         return
-    if 0.0 <= event.cpu_s < float("inf"):  # the reward counts all the same; a clock that lies teaches nothing
+    if 0.0 <= event.cpu_s < float("inf"):  # the reward counts all the same; no time, or a lie, teaches nothing
         case = scoring.case_of(desk, desk.groups[sample.group])
         desk.budgets.observe(case, event.cpu_s, correct=event.correct and event.outcome == "scored")
     rounds.sample_scored(desk, sample, now)
