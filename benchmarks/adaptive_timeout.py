@@ -31,7 +31,7 @@ GOAL = 1.45
 SCALE = 10.0
 T_MIN_S, T_MAX_S, ROLLOUT_S = 2.0, 30.0, 30.8
 PROMPTS, SAMPLES = 8, 6
-CODE = WeightedReward(function="polyrl.rewards.timed_code:TimedCode", args={"cpu_s": T_MAX_S / SCALE})
+CODE = WeightedReward(function="code", args={"cpu_s": T_MAX_S / SCALE})
 _PROGRAM = "import time\nwhile time.process_time() < {cpu_s:.4f}: pass\nprint(1)"
 
 

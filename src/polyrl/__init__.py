@@ -4,7 +4,8 @@
     polyrl.start     a run of it, in a process of its own: watch it by `for step in run.steps()`
     polyrl.resume    a run that was stopped or killed
     polyrl.export    a run's weights as a Hugging Face directory
-    polyrl.Reward    what a reward function may return, and polyrl.RewardInput what it is called with
+    polyrl.Reward    what a reward function may return, and polyrl.RewardInput what it is called with;
+                     polyrl.RewardGroup, for a function of all answers to a prompt
 
 docs/guides/python.md shows them. `import polyrl` imports nothing else; the rest comes when it is first used.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polyrl.config.recipe import Recipe
     from polyrl.errors import ConfigError, PolyrlError, RunFailed, UserError
+    from polyrl.rewards.groups import RewardGroup
     from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable
     from polyrl.run.api import Exported, TrainedStep, TrainingRun, export, load, resume, start
 
@@ -26,6 +28,7 @@ __all__ = [
     "Recipe",
     "Reward",
     "RewardFailed",
+    "RewardGroup",
     "RewardInput",
     "RewardUnavailable",
     "RunFailed",
@@ -41,6 +44,7 @@ __all__ = [
 _PLACES = {
     "polyrl.config.recipe": ("Recipe",),
     "polyrl.errors": ("ConfigError", "PolyrlError", "RunFailed", "UserError"),
+    "polyrl.rewards.groups": ("RewardGroup",),
     "polyrl.rewards.reward": ("Reward", "RewardFailed", "RewardInput", "RewardUnavailable"),
     "polyrl.run.api": ("Exported", "TrainingRun", "TrainedStep", "export", "load", "resume", "start"),
 }

@@ -12,7 +12,7 @@ from polyrl.data.rows import DataError
 from polyrl.errors import ConfigError
 
 
-def tasks_of(tmp_path: Path, *rows: dict[str, Any], needs_answer: bool = False, **settings: Any) -> list[Task]:
+def tasks_of(tmp_path: Path, *rows: dict[str, Any], needs_answer: bool | str = False, **settings: Any) -> list[Task]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return list(read_tasks(str(path), DomainFields(**settings), needs_answer=needs_answer))
@@ -78,6 +78,14 @@ def test_a_row_that_cannot_be_used_is_one_line_with_file_and_line(tmp_path: Path
 def test_a_column_that_a_template_names_and_a_row_lacks_is_named(tmp_path: Path):
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'level', which data.template names"):
         tasks_of(tmp_path, {"prompt": "p"}, template="{level}{prompt}")
+
+
+def test_another_column_may_stand_for_the_answer_and_a_row_without_either_is_an_error(tmp_path: Path):
+    rows = [{"prompt": "good", "answer": "1"}, {"prompt": "good", "tests": [1]}]
+    assert [task.expected for task in tasks_of(tmp_path, *rows, needs_answer="tests")] == ["1", ""]
+    for bad in ({"prompt": "bad"}, {"prompt": "bad", "tests": None, "answer": " "}):
+        with pytest.raises(DataError, match=r"rows.jsonl:3: answer: got .* or a column 'tests'"):
+            tasks_of(tmp_path, *rows, bad, needs_answer="tests")
 
 
 @pytest.mark.parametrize("needs_answer", [False, True])

@@ -116,6 +116,7 @@ class Tasks:
         return Reward(float(len(answer) % 2), {})
 
     validation_names = ()
+    scores_groups = False
 
     def rewards_under_way(self):
         return None

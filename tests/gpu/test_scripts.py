@@ -5,6 +5,7 @@ What only a GPU can show (speed, bfloat16's kernels, memory) stays with a GPU; k
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 FOLDER = Path(__file__).parent
 COMMANDS = {
     "check_algorithms": ["--device cpu --stride 97"],
+    "check_code": ["--small"],
     "check_delta": ["--small"],
     "check_engine": [
         "right llama --small",
@@ -48,6 +50,8 @@ def test_every_script_has_a_small_command():
 def test_a_gpu_script_runs_small_on_the_cpu(script, words, tmp_path):
     if script == "check_engine" and words.startswith(NEEDS_TRITON) and importlib.util.find_spec("triton") is None:
         pytest.skip("Triton comes with a torch for GPUs, or by `pip install triton`")
+    if script == "check_code" and shutil.which("bwrap") is None:
+        pytest.skip("bwrap is missing: apt-get install bubblewrap")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(FOLDER / f"{script}.py"), *words.split()]
     ran = subprocess.run(

@@ -81,6 +81,48 @@ def test_a_mistake_in_the_file_is_one_line(
     assert main(["rewards", "recipe.toml", "nothing.jsonl"]) == 2
 
 
+GROUPS = """
+[[rewards.functions]]
+function = "scores_of_mine:score"
+
+[[rewards.functions]]
+function = "ranks_of_mine:rank"
+weight = 10
+whole_group = true
+"""
+RANKS = """
+from polyrl import Reward, RewardGroup
+
+def rank(given: RewardGroup):
+    answers = [one.answer for one in given.answers]
+    if "odd" in answers:
+        return [1.0]
+    away = Reward(outcome="infrastructure_failed")
+    return [away if one == "away" else {"num": len(answers), "score": sorted(answers).index(one)} for one in answers]
+"""
+
+
+def test_answers_to_the_same_prompt_form_a_group(desk: Path, capsys: pytest.CaptureFixture[str]):
+    (desk / "recipe.toml").write_text(RECIPE.replace(', reward = "scores_of_mine:score"', "") + GROUPS)
+    (desk / "ranks_of_mine.py").write_text(RANKS)
+    row = {"prompt": "x", "number": 7.5}
+    write(
+        {"prompt": 3, "answer": "z"}, {"row": row, "answer": "y"}, {"prompt": 3, "answer": "c"},
+        {"prompt": 3, "answer": "a"}, {"row": row, "answer": "x"}, {"prompt": 4, "answer": "odd"},
+        {"prompt": 4, "answer": "d"}, {"prompt": 5, "answer": "away"}, {"prompt": 5, "answer": "e"},
+    )  # fmt: skip
+    assert main(["rewards", "recipe.toml", "answers.jsonl", "--json"]) == 1
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["line"] for one in found] == list(range(1, 10))
+    assert [one["reward"] for one in found] == [3 + 10, 7.5 + 10, 3.0, None, 7.5, None, None, None, 5 + 10]
+    assert found[0]["parts"] == {"score": 3.0, "score/length": 1.0, "rank": 1.0, "rank/num": 2.0}
+    assert "not this one" in found[3]["why"], "it has no reward of its own, and is in no group"
+    assert (
+        found[5]["why"] == found[6]["why"] == "ranks_of_mine:rank: returned 1 rewards, expected 2, one for each answer"
+    )
+    assert "infrastructure_failed" in found[7]["why"]
+
+
 def test_a_histogram_has_a_bin_for_each_of_few_scores_and_ten_for_many():
     assert histogram([0.0, 1.0, 1.0]) == [("0", 1), ("1", 2)]
     many = histogram([float(number) for number in range(100)])

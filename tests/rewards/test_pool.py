@@ -145,6 +145,22 @@ def test_async_functions_run_beside_each_other_in_a_process():
     assert with_pool(body) == 8
 
 
+def test_every_process_fills_up_with_async_functions_from_the_first_answers_on():
+    """The second process to begin one has room as well, before any answer has ended."""
+
+    async def body(pool: RewardPool) -> int:
+        waiting = [asyncio.create_task(score(pool, "waits_for_ever")) for _ in range(40)]
+        until = time.monotonic() + 15
+        while pool.state().running < 16 and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        running = pool.state().running
+        for one in waiting:
+            one.cancel()
+        return running
+
+    assert with_pool(body, processes=2) == 16
+
+
 def test_async_functions_that_are_asked_for_in_one_breath_run_beside_each_other():
     """Whatever the process reads together with the first of them waits for nobody."""
     ours, theirs = socket.socketpair()
@@ -440,7 +456,7 @@ def test_a_row_that_is_no_plain_data_fails_by_itself():
     [
         (
             "aritmetic",
-            'reward: unknown name "aritmetic"; expected arithmetic, math, judge, reward_model, or module:function; did',
+            'reward: unknown name "aritmetic"; expected arithmetic, math, code, judge, reward_model, or module',
         ),
         ("no_such_module:f", 'reward: "no_such_module:f": no_such_module cannot be imported'),
         ("own_rewards:nope", 'reward: "own_rewards:nope": own_rewards has no function nope'),

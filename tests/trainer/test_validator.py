@@ -11,6 +11,7 @@ import pytest
 
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe import Recipe
+from polyrl.rewards.reward import Reward, RewardFailed
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalAnswer, LocalPrompt
@@ -56,6 +57,7 @@ class Tasks:
 
     validation_names = ("sums",)
     prompts = ([1], [0], [5], [1, 1, 1], [1, 1, 1])
+    scores_groups = False
 
     def validation_tokens(self, name: str) -> list[Any]:
         return [np.array(one, np.int32) for one in self.prompts]
@@ -122,4 +124,29 @@ def test_a_reward_that_fails_in_its_own_words_is_said_in_a_line(caplog: pytest.L
         validated(NoRewards(), Told())
     assert [record.getMessage() for record in caplog.records] == [
         "validation of sums: 4 of 6 attempts are left out; 4 of them: no reward: ValueError: no idea"
+    ]
+
+
+class GroupTasks(Tasks):
+    """Attempts are ranked as a group of two; the group of the last prompt has no reward, and half of the first's."""
+
+    prompts = ([1], [0], [1, 1])
+    scores_groups = True
+
+    async def score_validation_group(
+        self, name: str, prompt: int, answers: list[tuple[list[int], str]]
+    ) -> list[Reward | None]:
+        assert answers == [(list(self.prompts[prompt]), "stop")] * 2
+        if prompt == 2:
+            raise RewardFailed("rank: returned 1 rewards, expected 2")
+        return [Reward(4.0), None if prompt == 0 else Reward(6.0)]
+
+
+def test_attempts_at_a_prompt_are_scored_as_a_group(caplog: pytest.LogCaptureFixture):
+    told = Told()
+    with caplog.at_level(logging.WARNING):
+        validated(GroupTasks(), told)
+    assert told.rates[3]["validation/reward/mean"] == ((1 + 4) + (4 + 6) / 2) / 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "validation of sums: 3 of 6 attempts are left out; 2 of them: no reward: rank: returned 1 rewards, expected 2"
     ]

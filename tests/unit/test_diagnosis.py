@@ -71,6 +71,15 @@ def test_a_worker_that_does_not_write(worker: dict[str, Any], waits: list[WaitSt
     assert told(replace(STATUS, workers=(replace(WORKER, **worker),), waits=tuple(waits)))[1:] == [(what, then)]
 
 
+def test_a_slow_reward_of_whole_groups_is_named_when_all_groups_are_with_the_trainer():
+    rewards = RewardsStatus(running=2, timeout_s=5.0, longest_s=3.5, function="mine:rank", failed=0, why="")
+    now = replace(STATUS, rounds=(replace(ROUND, groups_delivered=4, samples_running=0),), rewards=rewards)
+    slow = diagnose(now, now, "runs/x").findings[0]
+    with_us = "all 4 groups of step 3 are with the trainer, and rewards of whole groups run"
+    assert slow.what == f"{with_us}; mine:rank has run longest, for 3.5 s"
+    assert slow.then == "one that takes longer than rewards.timeout_s = 5 is ended, and its group replaced"
+
+
 def test_a_slow_reward_is_named_with_its_own_time_limit_and_those_that_failed_are_counted():
     rewards = RewardsStatus(
         running=2, timeout_s=5.0, longest_s=3.5, function="mine:judge", failed=7, why="KeyError: 'x'"

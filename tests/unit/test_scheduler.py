@@ -9,6 +9,7 @@ from polyrl.ids import GroupId, Incarnation, LeaseId, Step, Version, WorkerName,
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules, RewardConfig, RoundsConfig
+from polyrl.scheduling.parts.scoring import case_of
 from polyrl.scheduling.scheduler import Scheduler
 
 
@@ -271,6 +272,23 @@ def test_rewards_beyond_the_pool_wait_for_a_place():
     assert len(only(run.reward("1/0"), c.Score)) == 1
     assert len(only(run.reward("1/1"), c.Score)) == 1
     assert only(run.reward("1/2"), c.DeliverGroup)
+
+
+def test_of_rewards_that_wait_the_one_with_the_lowest_expected_cost_goes_first():
+    run = Driver(small_config(prompts=4, samples=1, rewards=RewardConfig(slots=1)))
+    run.begin()
+    run.join("a")
+    desk = run.scheduler.desk
+    for group, seconds in ((1, 5.0), (2, 9.0), (3, 0.5), (4, 2.0)):
+        desk.budgets.observe(case_of(desk, desk.groups[GroupId(group)]), seconds, correct=True)
+    said = run.finish("1/0", "2/0", "3/0", "4/0")
+    order = [one.sample for one in only(said, c.Score)]
+    for _ in range(3):
+        last = next(name for name in ("1/0", "2/0", "3/0", "4/0") if run.sample(name).id == order[-1])
+        order += [one.sample for one in only(run.reward(last), c.Score)]
+    first, *rest = order
+    cheapest = [run.sample(name).id for name in ("3/0", "4/0", "1/0", "2/0")]
+    assert len(order) == 4 and rest == [one for one in cheapest if one != first]
 
 
 def test_rewards_wait_for_the_whole_round_when_they_are_not_scored_as_finished():

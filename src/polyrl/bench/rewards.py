@@ -1,9 +1,9 @@
 """How fast trivial programs run in the sandbox: beside plain processes, and beside fresh interpreters under bubblewrap.
 
-All three run the same program on the same number of cores, one after the other in several rounds, so that all see the
+All ways run the same program on the same number of cores, one after the other in several rounds, so that all see the
 same machine. A plain process has no walls. A fresh interpreter has the sandbox's mounts and namespaces, and none of its
 limits, filters and checks. Latency is measured from the request to the verdict, with as many programs at a time as
-there are cores: that is full load.
+there are cores: that is full load. reward_pool.py measures the pool that all rewards run in.
 """
 
 import asyncio
@@ -15,14 +15,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from polyrl.bench import reward_pool
 from polyrl.bench.machine import commit, cpu
+from polyrl.bench.reward_pool import PoolLoad
 from polyrl.errors import UserError
 from polyrl.rewards.sandbox import policy
 from polyrl.rewards.sandbox.program import InputCase, Program, SandboxLimits
 from polyrl.rewards.sandbox.sandbox import Sandbox, look
 
 CORES = 2
-GOALS = {"times_fresh": 3.0, "p99_ms": 100.0, "alone_ms": 30.0}
+GOALS = {"times_fresh": 3.0, "p99_ms": 100.0, "alone_ms": 30.0, **reward_pool.GOALS}
 _SOURCE = "print(sum(map(int, input().split())))"
 _INPUT, _OUTPUT = "2 3\n", "5\n"
 _FLAGS = ("-S", "-s", "-P")
@@ -34,14 +36,17 @@ class RewardLoad(NamedTuple):
     """Programs of a round in the sandbox."""
     num_cold: int
     """Programs of a round in each of the other ways."""
+    pool: PoolLoad
 
 
 def measure(quick: bool = False) -> dict[str, Any]:
     """Everything, as one JSON object. Raises UserError where there is no sandbox."""
-    load = RewardLoad(1, 20, 6) if quick else RewardLoad(7, 200, 60)
+    quick_load = RewardLoad(1, 20, 6, PoolLoad(1, 20, 200, 1.0))
+    load = quick_load if quick else RewardLoad(7, 200, 60, PoolLoad(5, 400, 10_000, 10.0))
     layout = look()
     plain = [layout.python, *_FLAGS, "-c", _SOURCE]
     found = asyncio.run(_measure(load, plain, fresh_command(layout)))
+    found |= asyncio.run(reward_pool.measure_pool(load.pool))
     return {
         **found,
         "goals": GOALS,
@@ -138,5 +143,12 @@ def table(result: dict[str, Any]) -> list[str]:
         f"at full load, p50 / p99     {result['p50_ms']:>6,.1f} / {result['p99_ms']:.1f} ms   "
         f"goal: p99 below {goals['p99_ms']:g} ms",
         f"one program alone           {result['alone_ms']:>11,.1f} ms   goal: below {goals['alone_ms']:g} ms",
+        "answers of mathematics, a second of CPU time",
+        f"  by calls of math-verify      {result['math_per_core_s']:>8,.1f}",
+        f"  by the pool                  {result['math_pool_per_core_s']:>8,.1f}   "
+        f"{result['math_times_plain']:g} times; goal: at least {goals['math_times_plain']:g}",
+        f"  p50 / p99, none waiting   {result['math_p50_ms']:>6,.1f} / {result['math_p99_ms']:.1f} ms",
+        f"{result['num_waiting']:,} waiting rewards          {result['waiting_share_of_a_core']:>8.2%} of a core   "
+        f"goal: below {goals['waiting_share_of_a_core']:.0%}",
         f"{machine['cpu']}, Python {machine['python']}, commit {result['commit']}",
     ]

@@ -26,7 +26,7 @@ examples:
   polyrl bench train                a minute: the trainer against the matrix limit
   polyrl bench weights              two minutes: versions over loopback, beside the same bytes without a protocol
   polyrl bench scheduler --json     two minutes; one object, for a machine
-  polyrl bench rewards --json       half a minute: programs in the sandbox, beside plain and bubblewrapped processes
+  polyrl bench rewards --json       two minutes: programs in the sandbox and answers in the pool, beside plain ones
   polyrl bench episodes             minutes: conversations through manager and worker, beside the engine alone
   polyrl bench scheduler --quick    seconds; shows that it runs, its figures mean little
 

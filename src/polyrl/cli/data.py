@@ -12,11 +12,11 @@ from polyrl.errors import UserError
 ACTIONS: Actions = {
     "prepare": CliAction("openr1|gsm8k|FILE", "write a data set as JSON lines"),
     "model": CliAction(
-        "arithmetic|calculator|treasure|frozenlake", "make a small model that a recipe of this name starts from"
+        "arithmetic|code|calculator|treasure|frozenlake", "make a small model that a recipe of this name starts from"
     ),
 }
 
-MODELS = ("arithmetic", "calculator", "treasure", "frozenlake")
+MODELS = ("arithmetic", "code", "calculator", "treasure", "frozenlake")
 
 EXAMPLES = """\
   polyrl data model arithmetic --out models/arithmetic
@@ -84,7 +84,7 @@ def _check_writable(folder: Path) -> None:
 
 def _make(what: str, folder: Path, seed: int) -> None:
     from polyrl.config.recipe import ArithmeticTask
-    from polyrl.starters import agents, arithmetic
+    from polyrl.starters import agents, arithmetic, programs
 
     def show(step: int, loss: float) -> None:
         if sys.stderr.isatty():
@@ -93,6 +93,8 @@ def _make(what: str, folder: Path, seed: int) -> None:
     try:
         if what == "arithmetic":
             arithmetic.make_model(folder, seed=seed, task=ArithmeticTask(), show=show)
+        elif what == "code":
+            programs.make_model(folder, seed=seed, show=show)
         else:
             agents.make_model(what, folder, seed=seed, show=show)
     finally:

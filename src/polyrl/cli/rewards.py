@@ -18,6 +18,7 @@ examples:
 
 FILE has a JSON object a line: {"prompt": 3, "answer": "1+2=3"}, with the number of a prompt of the recipe's data, or
 {"row": {...}, "answer": "..."}, with the columns of a row; {"domain": "code", ...} where the recipe has several.
+Answers to the same prompt form a group, for rewards of whole groups.
 
 The exit code is 1 if a reward failed."""
 

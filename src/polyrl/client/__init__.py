@@ -10,6 +10,7 @@
 | module | holds |
 |---|---|
 | `fleet` | the trainer's calls, and the messages it receives |
+| `judging` | rewards of whole groups, beside the groups that still come |
 | `line` | staying connected: every statement is sent again until the manager has it on file |
 
 It survives broken connections and restarts of the manager: missed messages are sent again.
@@ -21,6 +22,7 @@ from polyrl.client.fleet import (
     EpisodeCall,
     Fleet,
     Group,
+    GroupRewardOf,
     Prompt,
     PromptOf,
     RewardOf,
@@ -35,6 +37,7 @@ __all__ = [
     "EpisodeCall",
     "Fleet",
     "Group",
+    "GroupRewardOf",
     "Origin",
     "Prompt",
     "PromptOf",

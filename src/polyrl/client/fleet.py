@@ -2,7 +2,8 @@
 
 A group is handed out once; a group that was handed out and not taken when this process died comes again to the next
 one. A group with a token of a version that we did not publish, or one that is no token of the model (checking.py), is
-not handed out: it is rejected, its writer is named, and another takes its place.
+not handed out: it is rejected, its writer is named, and another takes its place. So is a group without a reward, where
+groups are scored as a whole (judging.py).
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from polyrl.client.checking import Fault, find_call_fault, find_fault, find_stranger
+from polyrl.client.judging import GroupJudge, wait_s
 from polyrl.client.line import Line
 from polyrl.errors import NoReward, PolyrlError, UserError, plain
 from polyrl.ids import show_sample
@@ -37,8 +39,6 @@ _WARNINGS = 5
 """Samples without a reward that are named one by one."""
 _ASK_FOR_S = 0.2
 """Prompts that took longer are sent before the next one is asked for."""
-_AGAIN_AFTER_S = 0.5
-"""A reward that could not be had is tried again after this, and after twice as long each time; its place is held."""
 _LINES_KEPT = 64
 _VERSIONS_KEPT = 64
 """Versions whose digests are remembered, beyond those that `max_staleness` allows. The manager keeps as many."""
@@ -127,6 +127,13 @@ A failure never counts as a zero. A wrong answer, for example one that crashed i
 for it.
 """
 
+GroupRewardOf = Callable[[Group], Awaitable[Sequence[RewardResult | None]]]
+"""A reward function of a whole group, called when all of its samples have their own rewards. Of its results, one for
+each sample, `value` is added to the sample's reward and `parts` to its parts. None: there is no reward now, as if it
+had raised: it is tried again, then these samples leave the group. A group that has too few left, or for which NoReward
+is raised, is rejected.
+"""
+
 
 @asynccontextmanager
 async def connect(
@@ -136,6 +143,7 @@ async def connect(
     *,
     prompts: PromptOf,
     reward: RewardOf | None = None,
+    group_reward: GroupRewardOf | None = None,
     has_weights: bool = False,
     caveat: str = "",
     trains: bool = False,
@@ -145,6 +153,7 @@ async def connect(
 ) -> AsyncIterator["Fleet"]:
     """Open the run at this manager, or go on with it. Without `reward`, every answer counts as scored with 0.
 
+    `group_reward` scores groups when they are delivered, beside others that still come; it adds to `reward`.
     `has_weights`: every version is published with where its weights are, and no worker writes without them. `caveat` is
     repeated by every output on the run: status, ledger, stories, pictures. `trains`: emulated workers are refused.
     `answers`: the tokens and ends that the model can have; workers that send others are refused, as are their groups.
@@ -156,6 +165,7 @@ async def connect(
             prompts,
             reward,
             give_up_after_s,
+            group_reward=group_reward,
             has_weights=has_weights,
             caveat=caveat,
             trains=trains,
@@ -179,6 +189,7 @@ class Fleet:
         reward: RewardOf | None,
         give_up_after_s: float,
         *,
+        group_reward: GroupRewardOf | None = None,
         has_weights: bool = False,
         caveat: str = "",
         trains: bool = False,
@@ -191,7 +202,8 @@ class Fleet:
         restart made the version again and it came out otherwise. A trainer that resumes adds those of its past."""
         self._config = config
         self._prompt_of = prompts
-        self._reward_of = reward
+        self._reward_of, self._group_reward_of = reward, group_reward
+        self._judge = GroupJudge(config.rewards, config.rounds.min_group_samples)
         self.opened: RunReply | None = None
         """The manager's reply when the run was opened."""
         self.lines: deque[StepLine] = deque(maxlen=_LINES_KEPT)
@@ -255,19 +267,19 @@ class Fleet:
         await self.request(step)
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: round_.ready or round_.is_over or self._has_failed)
+                await self._changed.wait_for(
+                    lambda: round_.ready or round_.is_over or round_.broke_by is not None or self._has_failed
+                )
                 self._raise_failure()
+                if round_.broke_by is not None:
+                    raise round_.broke_by
                 if round_.data_ended:
                     raise RoundOver(f"step {step}: every prompt of the last epoch is trained or dropped")
                 if not round_.ready:
                     return
                 group = round_.ready.popleft()
-            fault = next(filter(None, map(self._fault, group.samples)), None)
-            if fault is None:
+            if not await self._refuse(group):
                 yield group
-                continue
-            log.warning("group %d is rejected: %s", group.id, fault)
-            await self.reject(group, str(fault), workers=[fault.worker] if fault.is_lie else [])
 
     async def take(self, *groups: Group) -> None:
         """These groups are trained with their step: acknowledge them. A micro-batch of them begins."""
@@ -294,7 +306,9 @@ class Fleet:
 
     async def step_done(self, step: int) -> None:
         """Say that the step is trained. Groups of its round that were not taken are discarded."""
-        self._rounds.pop(step, None)
+        ended = self._rounds.pop(step, _Round())
+        for task in ended.judging.values():
+            task.cancel()
         self._first_open_step = max(self._first_open_step, step + 1)
         for one in [kept for kept in self._kept if kept <= step]:
             del self._kept[one]
@@ -366,7 +380,8 @@ class Fleet:
                     async with asyncio.timeout(5.0):
                         await self.settled()
         finally:
-            tasks = [*self._scoring.values(), *([] if self._life is None else [self._life])]
+            judging = [task for one in self._rounds.values() for task in one.judging.values()]
+            tasks = [*self._scoring.values(), *judging, *([] if self._life is None else [self._life])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -443,7 +458,13 @@ class Fleet:
             self._in_parts[frame.group] = samples
             return
         round_.seen.add(frame.group)
-        round_.ready.append(Group(frame.step, frame.group, samples, frame.origin))
+        group = Group(frame.step, frame.group, samples, frame.origin)
+        if self._group_reward_of is None:
+            round_.ready.append(group)
+            return
+        task = asyncio.create_task(self._judge_group(group, round_, self._group_reward_of))
+        round_.judging[group.id] = task
+        task.add_done_callback(lambda _: round_.judging.pop(group.id, None))
 
     def _samples(self, frame: frames.Delivered) -> Iterator[Sample]:
         """The answers of a frame. Raises ConnectionError for one that is not here: after a break all come in full."""
@@ -470,6 +491,38 @@ class Fleet:
             fault = find_stranger(sample.segments, self.digests)
         return fault
 
+    async def _refuse(self, group: Group) -> bool:
+        """Reject a group that cannot be trained on. Return whether it was one."""
+        fault = next(filter(None, map(self._fault, group.samples)), None)
+        if fault is None:
+            return False
+        log.warning("group %d is rejected: %s", group.id, fault)
+        await self.reject(group, str(fault), workers=[fault.worker] if fault.is_lie else [])
+        return True
+
+    async def _judge_group(self, group: Group, round_: "_Round", reward_of: GroupRewardOf) -> None:
+        """Hand a group out when its samples have their rewards as a group; reject it if there are none."""
+        try:
+            with contextlib.suppress(PolyrlError):  # of a fleet that has failed, which is told to all who wait for it
+                if await self._refuse(group):  # no tokenizer knows ids that are none
+                    return
+                try:
+                    added = await self._judge.ask(reward_of, group, len(group.samples))
+                except NoReward as error:
+                    self._tell_of_none(f"group {group.id}, which is rejected", str(error))
+                    await self.reject(group, f"no reward: {error}")
+                    return
+                for sample, one in zip(group.samples, added, strict=True):
+                    if one is None:
+                        self._tell_of_none(f"sample {sample.name}", "infrastructure_failed, in a whole group")
+                round_.ready.append(_add_rewards(group, added))
+        except Exception as error:  # noqa: BLE001  a bug of ours: who waits for the group must hear of it
+            round_.broke_by = error
+        finally:
+            round_.judging.pop(group.id, None)
+            async with self._changed:
+                self._changed.notify_all()
+
     def _score(self, one: frames.ScoreThis) -> None:
         key = (one.answer.sample, one.attempt)
         if key not in self._scoring and self._reward_of is not None:
@@ -490,7 +543,7 @@ class Fleet:
                 raise ValueError(f"a reward of {result.value}")
             outcome = result.outcome
         except (PolyrlError, TimeoutError) as error:
-            self._tell_of_none(sample, str(error) or f"none in {one.timeout_s:g} s")
+            self._tell_of_none(f"sample {sample.name}", str(error) or f"none in {one.timeout_s:g} s")
             is_final = isinstance(error, NoReward) or limit.expired()
             outcome = "no_reward" if is_final else "infrastructure_failed"
         except Exception:
@@ -499,7 +552,7 @@ class Fleet:
         if outcome in ("infrastructure_failed", "no_reward"):
             result = RewardResult(0.0)
         if outcome == "infrastructure_failed" and one.attempt < rules.max_attempts:
-            await asyncio.sleep(_AGAIN_AFTER_S * 2 ** min(one.attempt - 1, 4))
+            await asyncio.sleep(wait_s(one.attempt))
         await self._state(
             lambda seq: frames.Scored(
                 seq,
@@ -513,12 +566,12 @@ class Fleet:
             )
         )
 
-    def _tell_of_none(self, sample: Sample, why: str) -> None:
+    def _tell_of_none(self, whose: str, why: str) -> None:
         self._num_unscored += 1
         level = logging.WARNING if self._num_unscored <= _WARNINGS else logging.INFO
-        log.log(level, "no reward for sample %s: %s", sample.name, why)
+        log.log(level, "no reward for %s: %s", whose, why)
         if self._num_unscored == _WARNINGS:
-            log.warning("further samples without a reward are counted in the ledger, and not named here")
+            log.warning("further ones without a reward are counted in the ledger, and not named here")
 
     @property
     def _has_failed(self) -> bool:
@@ -537,6 +590,9 @@ class _Round:
         self.seen: set[int] = set()
         """Groups that came to us: each is handed out once."""
         self.rejected: set[int] = set()
+        self.judging: dict[int, asyncio.Task[None]] = {}
+        """Groups whose rewards as a group are not there yet."""
+        self.broke_by: Exception | None = None
         self.closed: frames.Closed | None = None
         self.data_ended = False
 
@@ -545,7 +601,7 @@ class _Round:
         if self.data_ended or self.closed is None:
             return self.data_ended
         voided = not self.rejected.isdisjoint((*self.closed.delivered, *self.closed.taken))
-        return not voided and self.seen.issuperset(self.closed.delivered)
+        return not voided and not self.judging and self.seen.issuperset(self.closed.delivered)
 
 
 def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tuple[frames.PromptPayload, ...]:
@@ -560,6 +616,17 @@ def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tupl
         if num_bytes >= PIECE_BYTES or time.monotonic() > until:
             break
     return tuple(prompts)
+
+
+def _add_rewards(group: Group, added: Sequence[RewardResult | None]) -> Group:
+    """Return the group with its final rewards, without the samples that have none."""
+    pairs = zip(group.samples, added, strict=True)
+    samples = [
+        sample._replace(reward=sample.reward + one.value, parts={**sample.parts, **one.parts})
+        for sample, one in pairs
+        if one is not None
+    ]
+    return group._replace(samples=tuple(samples))
 
 
 def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:

@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
-from polyrl.config.rewards import RewardsSection, WeightedReward
+from polyrl.config.rewards import NOT_IN_SANDBOX, RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -361,8 +361,8 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source_args: dict[str, Any] = {}
     """Keyword arguments of a source of your own."""
     reward: str | tuple[str, ...] | None = None
-    """arithmetic, math, judge, reward_model, or a function of your own: `module:function`; or several, whose scores are
-    added up. None: all of rewards.functions; where there are none, the source's own, if it has one."""
+    """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`; or several, whose
+    scores are added up. None: all of rewards.functions; where there are none, the source's own, if it has one."""
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
@@ -403,7 +403,7 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.validation_args and not any(map(is_own, places)):
             raise ValueError("validation_args: is for a source of your own, and data.validation names none")
         if not self.reward and self.reward is not None:
-            raise ValueError("reward: got none, expected arithmetic, math or module:function")
+            raise ValueError("reward: got none, expected arithmetic, math, code or module:function")
         if self.system and not self.chat:
             raise ValueError("system: is for chat = true alone; otherwise the template is the place for it")
         if isinstance(self.validation, dict) and not all(self.validation):
@@ -764,9 +764,13 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for index, domain in enumerate(self.data.all_domains):
             key = f"data.domains.{index}.reward" if self.data.domains else "data.reward"
             try:
-                used = [one.title for one in self.rewards_of(domain)]
+                chosen = self.rewards_of(domain)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from error
+            used = [one.title for one in chosen]
+            unfit = [one.function for one in chosen if one.function in NOT_IN_SANDBOX]
+            if unfit and self.rewards.sandbox:
+                raise ValueError(f"rewards.sandbox: {unfit[0]} {NOT_IN_SANDBOX[unfit[0]]}")
             unused = [one for one in unused if one not in used]
         if unused:
             raise ValueError(f"rewards.functions: no domain uses {unused[0]}; name it in data.reward, or leave it out")

@@ -9,6 +9,12 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Positive
 
 _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
+NOT_IN_SANDBOX = {
+    "code": "has a sandbox of its own, which none can be around",
+    "judge": "needs the network, which the sandbox has not",
+    "reward_model": "needs a device or the network, which the sandbox has not",
+}
+"""Functions of ours that `rewards.sandbox` is not for, and why."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -16,7 +22,7 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A reward function and its weight in the sum."""
 
     function: str
-    """arithmetic, math, judge, reward_model, or a function of your own: `module:function`."""
+    """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`."""
     name: str = ""
     """The name in metrics and samples; empty: the function's own name."""
     weight: float = 1.0
@@ -28,10 +34,14 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     timeout_score: float | None = None
     """The score of an answer at which the function runs into its time limit. None: such an answer has no reward, unless
     it used up the CPU time of `rewards.adaptive`, which is worth 0."""
+    whole_group: bool = False
+    """Call the function once with all answers to a prompt, a `RewardGroup`, for a list of rewards."""
 
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name: got {self.name!r}, expected up to 64 letters, digits, _ . or -")
+        if self.whole_group and ":" not in self.function:
+            raise ValueError(f"whole_group: {self.function} scores one answer, expected a function of your own")
 
     @property
     def title(self) -> str:
@@ -63,6 +73,8 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The memory limit of a process; none: no limit."""
     environment: tuple[str, ...] = ()
     """Environment variables that functions get although they look like secrets: a judge's API key, for example."""
+    sandbox: bool = False
+    """Run the processes in a sandbox: no network, few files to read, none to write. It needs bubblewrap."""
     max_usd: Positive | None = None
     """The dollars that judges may spend in the run; then it ends. None: any."""
     max_tokens: AtLeastOne | None = None
@@ -94,7 +106,9 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if self.functions:
                 return self.functions
             if own is None:
-                raise ValueError("missing, expected arithmetic, math or module:function, or [[rewards.functions]]")
+                raise ValueError(
+                    "missing, expected arithmetic, math, code or module:function, or [[rewards.functions]]"
+                )
             reward = own
         known = {one.title: one for one in self.functions}
         names = (reward,) if isinstance(reward, str) else reward

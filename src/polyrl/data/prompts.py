@@ -24,6 +24,8 @@ from polyrl.data.rows import DataError, Fields, Row, kind_of, read_rows
 from polyrl.errors import ConfigError
 
 Messages = list[dict[str, str]]
+NeedsAnswer = bool | str
+"""Whether a row without an answer is an error; a text: only if the row has no column of this name either."""
 
 MISSING = msgspec.UNSET
 _USUAL_ANSWER_KEY = DomainFields().answer_key
@@ -39,11 +41,11 @@ class Task(NamedTuple):
 
 
 def read_tasks(
-    source: str, domain: DomainFields, *, needs_answer: bool, key: str = "data", validates: bool = False
+    source: str, domain: DomainFields, *, needs_answer: NeedsAnswer, key: str = "data", validates: bool = False
 ) -> Iterator[Task]:
     """Yield the rows of a source as tasks.
 
-    With `needs_answer`, a row without an answer is an error. `key` names the section of settings. `validates` means
+    `key` names the section of settings. `validates` means
     that the source is one of `validation`, not the one in `source`.
     """
     args, place = (domain.validation_args, "validation") if validates else (domain.source_args, "source")
@@ -57,7 +59,7 @@ def read_tasks(
         yield to_task(row, domain, needs_answer=needs_answer, key=key)
 
 
-def to_task(row: Row, domain: DomainFields, *, needs_answer: bool, key: str = "data") -> Task:
+def to_task(row: Row, domain: DomainFields, *, needs_answer: NeedsAnswer, key: str = "data") -> Task:
     prompt = _prompt(row, domain, key)
     return Task(prompt, _expected(row, domain.answer_key, needs_answer=needs_answer), row.fields)
 
@@ -143,9 +145,12 @@ def _messages(place: str, name: str, value: list[Any]) -> Messages:
     return messages
 
 
-def _expected(row: Row, name: str, *, needs_answer: bool) -> str:
+def _expected(row: Row, name: str, *, needs_answer: NeedsAnswer) -> str:
     """Return the expected answer as text. Values that are neither texts nor numbers become JSON, for custom rewards."""
     value = column(row.fields, name)
+    instead = needs_answer if isinstance(needs_answer, str) else ""
+    if instead and column(row.fields, instead) not in (MISSING, None):
+        needs_answer = False
     match value:
         case str() if value.strip() or not needs_answer:
             return value
@@ -153,7 +158,10 @@ def _expected(row: Row, name: str, *, needs_answer: bool) -> str:
             return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         case _ if needs_answer:
             found = "nothing" if value is MISSING else kind_of(value)
-            raise DataError(f"{row.place}: {name}: got {found}, expected the answer, which the reward compares with")
+            either = f", or a column {instead!r}" if instead else ""
+            raise DataError(
+                f"{row.place}: {name}: got {found}, expected the answer, which the reward compares with{either}"
+            )
         case None | msgspec.UNSET:
             return ""
         case _:

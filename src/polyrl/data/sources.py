@@ -17,7 +17,7 @@ from msgspec import json, structs
 
 from polyrl.config.recipe import ARITHMETIC, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
-from polyrl.data.prompts import Task, read_tasks, to_task
+from polyrl.data.prompts import NeedsAnswer, Task, read_tasks, to_task
 from polyrl.data.rows import DataError, Row, read_rows
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 
@@ -199,7 +199,7 @@ def open_training(
     *,
     seed: int,
     max_tokens: int | None,
-    needs_answer: bool,
+    needs_answer: NeedsAnswer,
     key: str,
     enough: int | None = None,
 ) -> Source:
@@ -228,7 +228,7 @@ def open_validation(
     *,
     num_prompts: int,
     max_tokens: int | None,
-    needs_answer: bool,
+    needs_answer: NeedsAnswer,
     key: str,
 ) -> Source:
     """Open a set that a domain is validated on: the first `num_prompts`, the same in every run."""

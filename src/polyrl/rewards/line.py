@@ -3,8 +3,9 @@
 Rules kept here: a reply repeats the nonce of a pending request; anything else, even one surplus byte, ends the process.
 The memory that a process can make the trainer hold is bounded. A process leads a process group, and is killed with
 everything that it started. Its environment lacks all variables that look like a key or a token, except those that the
-recipe names. The time limit of an answer starts when its function is called, not while modules are imported.
-Left out: which process is asked (pool.py), files and network (a sandbox comes later), children that leave the group.
+recipe names. The time limit of an answer starts when its function is called, not while modules are imported. With
+walls (sandbox/walls.py) a process has no network and few files, and no child outlives it.
+Left out: which process is asked (pool.py); without walls, children that leave the group.
 """
 
 import asyncio
@@ -24,12 +25,14 @@ import msgspec
 
 from polyrl.errors import one_line
 from polyrl.rewards.facts import RunFacts
+from polyrl.rewards.groups import RewardGroup, take_apart
 from polyrl.rewards.messages import (
     MAX_REPLY_BYTES,
     NONCE_BYTES,
     Ask,
     Began,
     Failed,
+    GroupScored,
     Reply,
     RewardScored,
     RewardSetup,
@@ -40,6 +43,7 @@ from polyrl.rewards.messages import (
 )
 from polyrl.rewards.process import STACK_SIGNAL
 from polyrl.rewards.reward import RewardFailed, RewardInput
+from polyrl.rewards.sandbox.walls import RewardWalls, pid_inside
 
 START_TIMEOUT_S = 60.0
 """The time for a process to start and to import a function, unless the recipe says otherwise."""
@@ -47,6 +51,7 @@ _GRACE_S = 2.0
 """An async function ends by itself at its limit, unless something blocks its event loop for this much longer."""
 _CLOSE_S = 2.0
 """The time for a process to close its objects before it is killed."""
+_SIGNALLED = 128
 _STACK_S = 0.1
 """The time for a process to write its stack to the log before it is killed."""
 _MAX_LOG_BYTES = 16 << 20
@@ -66,6 +71,8 @@ class Surroundings(NamedTuple):
     """The most memory of each process; 0: no limit."""
     environment: tuple[str, ...] = ()
     """The variables that processes get although they look like secrets."""
+    walls: RewardWalls | None = None
+    """The sandbox of processes; None: they have the trainer's rights to files and network."""
     facts: RunFacts | None = None
     """Facts about the run for rewards of ours."""
     start_s: float = START_TIMEOUT_S
@@ -74,17 +81,51 @@ class Surroundings(NamedTuple):
     def withheld(self, variables: Iterable[str]) -> list[str]:
         return [one for one in variables if _SECRET.search(one) and one not in self.environment]
 
+    @contextlib.contextmanager
+    def start_words(self, line: int) -> "Iterator[StartWords]":
+        """Yield how a process is started whose socket to the trainer has this descriptor."""
+        words = [sys.executable, "-P", "-m", "polyrl.rewards.process", str(line)]
+        withheld = self.withheld(os.environ)
+        kept = {name: value for name, value in os.environ.items() if name not in withheld}
+        kept |= RunFacts.variables(self.facts)
+        if self.walls is None:
+            yield StartWords(words, (line,), kept)
+            return
+        with self.walls.around(words) as (around, seccomp):
+            yield StartWords(around, (line, seccomp), self.walls.environment(kept, self.environment))
+
+
+class StartWords(NamedTuple):
+    command: list[str]
+    descriptors: tuple[int, ...]
+    """The descriptors that it inherits."""
+    environment: dict[str, str]
+
+
+ScoredReply = RewardScored | GroupScored
+"""The rewards of one answer, or of a group."""
+
 
 class RewardCall(NamedTuple):
     function: str
     arguments: dict[str, object]
-    given: RewardInput
+    given: RewardInput | RewardGroup
     timeout_s: float
 
     @property
     def cpu_s(self) -> float:
         """The most CPU time; 0: no limit."""
-        return self.given.limit_s
+        return self.given.limit_s if isinstance(self.given, RewardInput) else 0.0
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.given.answers) if isinstance(self.given, RewardGroup) else 1
+
+    def is_answered_by(self, reply: "ScoredReply | Failed") -> bool:
+        """Return whether a reply has as many rewards as there are answers."""
+        if isinstance(reply, GroupScored):
+            return isinstance(self.given, RewardGroup) and len(reply.rewards) == self.num_answers
+        return isinstance(reply, Failed) or isinstance(self.given, RewardInput)
 
     def wall_s(self, *, is_async: bool) -> float:
         """Return how long a function may take. A plain one with a limit of CPU time has the rest for want of a core."""
@@ -104,7 +145,7 @@ class ProcessBroke(Exception):
 class _Waiting:
     """A request without a reply yet."""
 
-    def __init__(self, call: RewardCall, answer: "asyncio.Future[RewardScored | Failed]") -> None:
+    def __init__(self, call: RewardCall, answer: "asyncio.Future[ScoredReply | Failed]") -> None:
         self.call, self.answer = call, answer
         self.began_at: float | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -145,8 +186,8 @@ class RewardProcess(asyncio.Protocol):
         """Return the functions that are running, each with its start time."""
         return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
 
-    async def ask(self, call: RewardCall) -> RewardScored | Failed:
-        """Score one answer.
+    async def ask(self, call: RewardCall) -> ScoredReply | Failed:
+        """Score one answer, or one group.
 
         Raises ProcessBroke; RewardFailed if the process cannot start or the row is not plain data.
         """
@@ -156,9 +197,10 @@ class RewardProcess(asyncio.Protocol):
         if not self._num_answered % _LOOK_EVERY:
             self._trim_log()
         nonce = secrets.token_bytes(NONCE_BYTES)
+        given, answers = take_apart(call.given)
         try:
             question = encode(
-                Ask(nonce, "reward", call.function, call.arguments, call.given, call.timeout_s, call.cpu_s)
+                Ask(nonce, "reward", call.function, call.arguments, given, call.timeout_s, call.cpu_s, answers)
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
@@ -191,11 +233,10 @@ class RewardProcess(asyncio.Protocol):
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         try:
-            with self._open_log() as log:
+            with self._open_log() as log, self._surroundings.start_words(theirs.fileno()) as words:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno()),
-                    stdin=DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),), start_new_session=True,
-                    env=self._environment(),
+                    *words.command, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=words.descriptors,
+                    start_new_session=True, env=words.environment,
                 )  # fmt: skip
         except OSError as error:
             ours.close()
@@ -228,15 +269,11 @@ class RewardProcess(asyncio.Protocol):
             if path is not None and path.stat().st_size > _MAX_LOG_BYTES:
                 os.truncate(path, 0)
 
-    def _environment(self) -> dict[str, str]:
-        kept = dict(os.environ)
-        for name in self._surroundings.withheld(os.environ):
-            del kept[name]
-        return kept | RunFacts.variables(self._surroundings.facts)
-
     async def _watch(self, process: Process) -> None:
         """Wait for the process itself: its forked children may keep the connection open after it ends."""
         code = await process.wait()
+        if self._surroundings.walls is not None and code > _SIGNALLED:  # as bubblewrap says it
+            code = _SIGNALLED - code
         begun = [one.call for one in self._waiting.values() if one.began_at is not None]
         if code == -signal.SIGPROF and len(begun) == 1 and begun[0].cpu_s:
             limit_s = begun[0].cpu_s
@@ -254,7 +291,7 @@ class RewardProcess(asyncio.Protocol):
             return
         self._buffer += data
         try:
-            for body in take_messages(self._buffer, MAX_REPLY_BYTES):
+            for body in take_messages(self._buffer, MAX_REPLY_BYTES * self._most_answers()):
                 self._hear(decode_reply(body))
                 if self._broken:
                     return
@@ -263,6 +300,9 @@ class RewardProcess(asyncio.Protocol):
             return
         if self._buffer and not self._waiting:
             self._break("its process said more than was asked for")
+
+    def _most_answers(self) -> int:
+        return max((one.call.num_answers for one in self._waiting.values()), default=1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._is_leaving:
@@ -278,6 +318,9 @@ class RewardProcess(asyncio.Protocol):
                 self._break("its process began twice")
                 return
             self._begin(reply, waiting)
+            return
+        if not waiting.call.is_answered_by(reply):
+            self._break("its process answered for other answers than were asked")
             return
         del self._waiting[reply.nonce]
         self._num_answered += 1
@@ -304,9 +347,10 @@ class RewardProcess(asyncio.Protocol):
         self._break(f"its process was not ready within {self._surroundings.start_s:g} s", timed_out=True)
 
     def _overdue(self, nonce: bytes) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(STACK_SIGNAL)
+        pid = self.pid if self._surroundings.walls is None or self.pid is None else pid_inside(self.pid)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, STACK_SIGNAL)
         self._loop.call_later(_STACK_S, self._give_up, nonce)
 
     def _give_up(self, nonce: bytes) -> None:

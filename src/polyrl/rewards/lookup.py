@@ -3,7 +3,6 @@
 Users' functions are checked in a separate process, since their modules are never imported into the trainer.
 """
 
-import os
 import socket
 import subprocess
 import sys
@@ -13,36 +12,48 @@ from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import START_TIMEOUT_S, Surroundings
 from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, decode_reply, encode, take_messages
-from polyrl.rewards.reward import OURS, check_reward, find_reward
+from polyrl.rewards.reward import MODELS, OURS, check_reward, find_reward
 
 
-def check_functions(functions: Mapping[str, WeightedReward], environment: tuple[str, ...] = ()) -> None:
+def check_functions(functions: Mapping[str, WeightedReward], surroundings: Surroundings | None = None) -> None:
     """Check the functions, given by the setting that names each. Raises ConfigError, which starts with that setting."""
+    surroundings = Surroundings() if surroundings is None else surroundings
+    if surroundings.walls is not None:
+        surroundings.walls.check()
     theirs = {key: one for key, one in functions.items() if one.function not in OURS and ":" in one.function}
     for key, one in functions.items():
+        _check_model(key, one, surroundings)
         if key not in theirs:
             check_reward(find_reward(one.function, key), one.args, key)
     if theirs:
-        _check_elsewhere(theirs, Surroundings(environment=environment))
+        _check_elsewhere(theirs, surroundings)
+
+
+def _check_model(key: str, one: WeightedReward, surroundings: Surroundings) -> None:
+    if one.function not in (*MODELS, *map(OURS.__getitem__, MODELS)):
+        return
+    if one.whole_group:
+        raise ConfigError(f"{key.removesuffix('.function')}.whole_group: {one.function} scores one answer at a time")
+    if surroundings.walls is not None:
+        raise ConfigError(f"rewards.sandbox: {one.function} needs the network, or a model's files; leave it out")
 
 
 def _check_elsewhere(functions: Mapping[str, WeightedReward], surroundings: Surroundings) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in surroundings.withheld((name,))}
     ours, theirs = socket.socketpair()
     with ours:
-        with theirs:
+        with theirs, surroundings.start_words(theirs.fileno()) as words:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno())],
+                words.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=words.descriptors,
                 start_new_session=True,
-                env=kept,
+                env=words.environment,
             )
         try:
             ours.settimeout(START_TIMEOUT_S)
-            ours.sendall(encode(RewardSetup(list(sys.path), 0)))
+            ours.sendall(encode(RewardSetup(list(sys.path), surroundings.memory_bytes)))
             for key, one in functions.items():
                 _check(ours, key, one)
         finally:
@@ -53,7 +64,8 @@ def _check_elsewhere(functions: Mapping[str, WeightedReward], surroundings: Surr
 def _check(line: socket.socket, key: str, reward: WeightedReward) -> None:
     buffer, name = bytearray(), reward.function
     try:
-        line.sendall(encode(Ask(b"", key, name, reward.args, None, 0.0)))
+        answers = [] if reward.whole_group else None
+        line.sendall(encode(Ask(b"", key, name, reward.args, None, 0.0, answers=answers)))
         while not (replies := [decode_reply(one) for one in take_messages(buffer, MAX_REPLY_BYTES)]):
             data = line.recv(1 << 16)
             if not data:

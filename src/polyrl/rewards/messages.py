@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from polyrl.rewards.groups import AnswerFacts
 from polyrl.rewards.reward import RewardInput
 
 NONCE_BYTES = 16
 MAX_REPLY_BYTES = 64 << 10
+"""The most that a process may say of an answer."""
 _SIZE = struct.Struct("<I")
 
 
@@ -39,6 +41,8 @@ class Ask(Struct, frozen=True, tag=True, array_like=True):
     timeout_s: float
     cpu_s: float = 0.0
     """The most CPU time of a plain function; 0: no limit."""
+    answers: list[AnswerFacts] | None = None
+    """The answers of a whole group, which share what `given` has; None: `given` is one answer."""
 
 
 class Began(Struct, frozen=True, tag=True, array_like=True):
@@ -59,6 +63,12 @@ class RewardScored(Struct, frozen=True, tag=True, array_like=True):
     correct: bool | None = None
 
 
+class GroupScored(Struct, frozen=True, tag=True, array_like=True):
+    nonce: bytes
+    rewards: list[RewardScored | None]
+    """One for each answer, with an empty nonce; None: its infrastructure failed."""
+
+
 class Failed(Struct, frozen=True, tag=True, array_like=True):
     nonce: bytes
     reason: str
@@ -67,7 +77,7 @@ class Failed(Struct, frozen=True, tag=True, array_like=True):
 
 
 RewardRequest = RewardSetup | Ask
-Reply = Began | RewardScored | Failed
+Reply = Began | RewardScored | GroupScored | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 decode_question = msgspec.msgpack.Decoder(RewardRequest).decode

@@ -1,12 +1,14 @@
 """The reward classes of a process: one object for each class and its arguments, started once, closed at the end.
 
 Rules kept here: an object is made when the first answer needs it, before that answer's time begins. Answers that come
-while it starts wait for it. A start that fails fails those answers alone; the next answer tries again.
+while it starts wait for it, and so do answers beyond its `places`, if it has some. A start that fails fails those
+answers alone; the next answer tries again.
 """
 
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,14 @@ class RewardObjects:
                 except Exception:  # noqa: BLE001  a class may raise anything
                     traceback.print_exc()
         self._made.clear()
+
+
+def places_of(called: Callable[[Any], Any]) -> AbstractAsyncContextManager[Any]:
+    """Return what an answer waits for before its time begins: one of the object's `places`, if it has a semaphore."""
+    import asyncio
+
+    places = getattr(called, "places", None)
+    return places if isinstance(places, asyncio.Semaphore) else nullcontext()
 
 
 async def _finish(value: Any) -> None:

@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 from polyrl.errors import ConfigError
 from polyrl.rewards import arithmetic
-from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, Surroundings
-from polyrl.rewards.messages import Failed, RewardScored
+from polyrl.rewards.groups import RewardGroup
+from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, ScoredReply, Surroundings
+from polyrl.rewards.messages import Failed, GroupScored, RewardScored
 from polyrl.rewards.reward import (
     Reward,
     RewardFailed,
@@ -59,7 +60,7 @@ class RewardPool:
         self._surroundings = Surroundings() if surroundings is None else surroundings
         self._processes: list[RewardProcess] = []
         self._queue: deque[_Place] = deque()
-        self._asking: set[asyncio.Task[Reward]] = set()
+        self._asking: set[asyncio.Task[ScoredReply]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
         """Whether each function that was called is async."""
@@ -71,7 +72,19 @@ class RewardPool:
         """
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
-        call = RewardCall(name, dict(arguments or {}), given, self._timeout_s)
+        found = await self._finish(RewardCall(name, dict(arguments or {}), given, self._timeout_s))
+        assert isinstance(found, RewardScored), "the line checks it"
+        return _reward(found)
+
+    async def score_group(
+        self, name: str, group: RewardGroup, arguments: Mapping[str, object] | None = None
+    ) -> list[Reward | None]:
+        """Score all answers of a group at once; None: an answer's infrastructure failed. Raises as `score`."""
+        found = await self._finish(RewardCall(name, dict(arguments or {}), group, self._timeout_s))
+        assert isinstance(found, GroupScored), "the line checks it"
+        return [None if one is None else _reward(one) for one in found.rewards]
+
+    async def _finish(self, call: RewardCall) -> ScoredReply:
         task = asyncio.create_task(self._score(call))
         self._asking.add(task)
         task.add_done_callback(self._forget)
@@ -98,7 +111,7 @@ class RewardPool:
         left, self._processes = self._processes, []
         await asyncio.gather(*self._ending, *(process.end() for process in left))
 
-    async def _score(self, call: RewardCall) -> Reward:
+    async def _score(self, call: RewardCall) -> ScoredReply:
         try:
             reply = await self._ask(call)
         except ProcessBroke as broke:
@@ -108,8 +121,8 @@ class RewardPool:
                 reply = await self._ask(call, alone=True)
             except ProcessBroke as again:
                 raise self._failure(again) from again
-        if isinstance(reply, RewardScored):
-            return Reward(reply.score, reply.parts, reply.outcome, reply.cpu_s, reply.correct)
+        if not isinstance(reply, Failed):
+            return reply
         match reply.kind:
             case "unknown":
                 raise ConfigError(reply.reason)
@@ -139,7 +152,7 @@ class RewardPool:
         named = [one for one in self._surroundings.withheld(os.environ) if one in reason]
         return f"; {named[0]} is withheld from rewards: name it in rewards.environment" if named else ""
 
-    async def _ask(self, call: RewardCall, *, alone: bool = False) -> RewardScored | Failed:
+    async def _ask(self, call: RewardCall, *, alone: bool = False) -> ScoredReply | Failed:
         """Send a request to a free process.
 
         `alone`: a process that has answered nothing before, and answers nothing else meanwhile.
@@ -197,8 +210,9 @@ class RewardPool:
         return process
 
     def _learn(self, name: str, is_async: bool) -> None:
-        if self._is_async.get(name) is not is_async:
-            self._is_async[name] = is_async
+        is_new = self._is_async.get(name) is not is_async
+        self._is_async[name] = is_async
+        if is_new or is_async:  # another process may have begun its first async function, and has room from now on
             self._fill()
 
     def _give_back(self, process: RewardProcess) -> None:
@@ -214,10 +228,14 @@ class RewardPool:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    def _forget(self, task: asyncio.Task[Reward]) -> None:
+    def _forget(self, task: asyncio.Task[ScoredReply]) -> None:
         self._asking.discard(task)
         if not task.cancelled():
             task.exception()  # mark the exception as retrieved: the caller may be gone
+
+
+def _reward(told: RewardScored) -> Reward:
+    return Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct)
 
 
 class _Place:

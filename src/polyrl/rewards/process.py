@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 from polyrl.errors import ConfigError, one_line, plain, shorten
 from polyrl.parent import end_with_parent
+from polyrl.rewards.groups import check_taken, check_values, make_group
 from polyrl.rewards.messages import (
     Ask,
     Began,
     Failed,
+    GroupScored,
     Reply,
     RewardScored,
     RewardSetup,
@@ -41,8 +43,9 @@ from polyrl.rewards.messages import (
     encode,
     take_messages,
 )
-from polyrl.rewards.objects import RewardObjects
+from polyrl.rewards.objects import RewardObjects, places_of
 from polyrl.rewards.reward import (
+    Reward,
     RewardFailed,
     RewardFunction,
     RewardStops,
@@ -182,10 +185,11 @@ class RewardServer:
         reply: Reply
         try:
             called = await self._objects.ready(ask.function, function, ask.arguments)
-            self._say(Began(ask.nonce, True, self._objects.closes))
-            async with limit:
-                limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
-                value: Any = await called(ask.given)
+            async with places_of(called):
+                self._say(Began(ask.nonce, True, self._objects.closes))
+                async with limit:
+                    limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
+                    value: Any = await called(_given(ask))
             reply = _reply(ask, value)
         except TimeoutError as error:
             reply = _timed_out(ask) if limit.expired() else _failure(ask, error)
@@ -202,6 +206,7 @@ class RewardServer:
 def _checked(ask: Ask, function: RewardFunction) -> Reply:
     try:
         check_reward(function, ask.arguments, ask.key)
+        check_taken(function, ask.key, whole_group=ask.answers is not None)
     except ConfigError as error:
         return Failed(ask.nonce, str(error), "unknown")
     return RewardScored(ask.nonce, 0.0, {})
@@ -213,7 +218,7 @@ def _timed(ask: Ask, function: Callable[[Any], Any]) -> Reply:
     if ask.cpu_s:
         signal.setitimer(signal.ITIMER_PROF, ask.cpu_s)
     try:
-        value = function(ask.given)
+        value = function(_given(ask))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
     return _reply(ask, value, _cpu_s() - before_s)
@@ -225,12 +230,24 @@ def _cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+def _given(ask: Ask) -> Any:
+    """Return what the function is called with: an answer, or a group of them."""
+    assert ask.given is not None, "the request is no look-up"
+    return ask.given if ask.answers is None else make_group(ask.given, ask.answers)
+
+
 def _reply(ask: Ask, value: Any, cpu_s: float | None = None) -> Reply:
     """`cpu_s` is the CPU time that was measured, for a function that does not say it."""
+    if ask.answers is not None:
+        found = check_values(value, len(ask.answers))
+        return GroupScored(ask.nonce, [None if one is None else _scored(b"", one) for one in found])
     reward = check_value(value)
-    told = cpu_s if reward.cpu_s is None else reward.cpu_s
+    return _scored(ask.nonce, reward._replace(cpu_s=cpu_s) if reward.cpu_s is None else reward)
+
+
+def _scored(nonce: bytes, reward: Reward) -> RewardScored:
     assert reward.outcome != "infrastructure_failed", "check_value raises for it"
-    return RewardScored(ask.nonce, reward.score, dict(reward.parts), reward.outcome, told, reward.correct)
+    return RewardScored(nonce, reward.score, dict(reward.parts), reward.outcome, reward.cpu_s, reward.correct)
 
 
 def _timed_out(ask: Ask) -> Failed:
@@ -286,7 +303,8 @@ def _hide(number: int) -> socket.socket:
 
 def main(arguments: list[str]) -> None:
     end_with_parent()
-    _limit(resource.RLIMIT_CORE, 0)
+    if resource.getrlimit(resource.RLIMIT_CORE) != (1, 1):  # a sandbox has set it, and nobody inside may
+        _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]

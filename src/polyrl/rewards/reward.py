@@ -19,20 +19,24 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from polyrl.config.plugins import check_arguments, find
+from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError, NoReward, PolyrlError, shorten
 
 OURS = {
     "arithmetic": "polyrl.rewards.arithmetic:score",
     "math": "polyrl.rewards.math_answers:score",
+    "code": "polyrl.rewards.code:CodeReward",
     "judge": "polyrl.rewards.judge:Judge",
     "reward_model": "polyrl.rewards.reward_model:RewardModel",
 }
-COMPARING = ("arithmetic", "math")
-"""Those of ours that compare with the row's answer: every row must have one."""
+COMPARING = ("arithmetic", "math", "code")
+"""Those of ours that compare with something of the row."""
+MODELS = ("judge", "reward_model")
+"""Those of ours that ask a model."""
 SCORE = "score"
 """The key of the reward itself in a dict of parts, if it is not the sum of the parts."""
 MAX_PARTS = 32
@@ -103,6 +107,13 @@ class RewardStops(PolyrlError):
 def find_reward(name: str, key: str = "reward") -> RewardFunction:
     """Return the function of that name. Raises ConfigError, which starts with `key`, the setting that names it."""
     return cast("RewardFunction", find(name, key, OURS))
+
+
+def needs_answer(functions: Iterable[WeightedReward]) -> bool | str:
+    """Whether rows need an answer for functions of ours; a text: a row does that lacks the column of this name."""
+    ours = [one for one in functions if one.function in COMPARING]
+    columns = [str(one.args.get("tests", "tests")) for one in ours if one.function == "code"]
+    return columns[0] if columns and len(columns) == len(ours) else bool(ours)
 
 
 def check_reward(function: RewardFunction, arguments: Mapping[str, Any], key: str) -> None:

@@ -1,13 +1,15 @@
 """The code reward WITHOUT A SANDBOX: programs that a model wrote run with the rights of whoever started the run.
 
-    function = "polyrl.rewards.unsafe_no_sandbox:score"
+    function = "polyrl.rewards.unsafe_no_sandbox:UnsafeCode"
 
-It takes the arguments of polyrl.rewards.code:score, and warns on every start. Limits of CPU time, memory, output and
-processes hold for programs that do not try to get around them; nothing else does.
+It takes the arguments of the reward `code`, and warns on every start. Limits of CPU time, memory, output and processes
+hold for programs that do not try to get around them; nothing else does.
 """
 
-from functools import partial
+from typing import ClassVar
 
-from polyrl.rewards.sandbox.scoring import score_program
+from polyrl.rewards.sandbox.scoring import ProgramReward
 
-score = partial(score_program, unsafe_no_sandbox=True)
+
+class UnsafeCode(ProgramReward):
+    is_unsafe: ClassVar[bool] = True

@@ -19,8 +19,8 @@ class RewardWatch:
 
     def __init__(self, row_failures: int) -> None:
         self._row_failures = row_failures
-        self._num_scored: dict[int, int] = {}
-        """The number of scores, by domain."""
+        self._num_scored: dict[Hashable, int] = {}
+        """The number of scores, by domain and kind of function."""
         self._failed: dict[Hashable, tuple[int, int]] = {}
         """By row: failures that counted, and the scores of its domain at the last of them."""
         self.quarantined: dict[Hashable, str] = {}
@@ -28,14 +28,14 @@ class RewardWatch:
         self._limits: list[float] = []
         self._outcomes: list[str] = []
 
-    def scored(self, domain: int, row: Hashable, given: RewardInput, reward: Reward) -> None:
+    def scored(self, domain: Hashable, row: Hashable, given: RewardInput, reward: Reward) -> None:
         self._num_scored[domain] = self._num_scored.get(domain, 0) + 1
         self._failed.pop(row, None)
         self._outcomes.append(reward.outcome)
         if given.limit_s:
             self._limits.append(given.limit_s)
 
-    def failed(self, domain: int, row: Hashable, name: str, reason: str) -> None:
+    def failed(self, domain: Hashable, row: Hashable, name: str, reason: str) -> None:
         """Count a failure of a row; `name` is what the log calls it."""
         num_scored = self._num_scored.get(domain, 0)
         num, at = self._failed.get(row, (0, -1))

@@ -3,16 +3,19 @@
 Rules kept here: if one function fails, the answer has no reward, whatever the others return. A function that is the
 only one, and has no name in the recipe, is the reward itself: its parts keep their own names. Otherwise a function's
 unweighted score is the part with its name, and its own parts are called `name/part`. CPU time, and whether an answer is
-right, are those of the function that took longest: time limits are learned from them.
+right, are those of the function that took longest: time limits are learned from them. Functions of whole groups score
+later (`score_group`); their scores are added, and named as if all had scored at once.
 """
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
+from polyrl.rewards.groups import RewardGroup
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import QUICK, RewardPool
 from polyrl.rewards.reward import (
@@ -25,6 +28,7 @@ from polyrl.rewards.reward import (
     ScoreOutcome,
 )
 
+_Score = TypeVar("_Score", Reward, list[Reward | None])
 _WORST_LAST: tuple[ScoreOutcome, ...] = ("scored", "crashed", "timed_out", "infrastructure_failed")
 
 
@@ -35,25 +39,54 @@ async def score(
     solved_above: float = 0.5,
     once: ScoredOnce | None = None,
 ) -> Reward:
-    """Call all functions on one answer, and combine their scores. Raises RewardFailed, RewardUnavailable, RewardStops.
+    """Call all functions of one answer, and combine their scores. Raises RewardFailed, RewardUnavailable, RewardStops.
 
     An answer is right with a score above `solved_above`, unless its function says otherwise. `once` knows answers that
-    were scored before.
+    were scored before. Functions of whole groups are left out; where there are no others, the reward is nothing.
     """
-    if len(functions) == 1:
-        found = [await _score_one(pool, functions[0], given, once)]
+    own = [one for one in functions if not one.whole_group]
+    if not own:
+        return Reward()
+    if len(own) == 1:
+        found = [await _score_one(pool, own[0], given, once)]
     else:
-        found = await asyncio.gather(*(_score_one(pool, one, given, once) for one in functions))
-    return weigh(functions, found, solved_above)
+        found = await asyncio.gather(*(_score_one(pool, one, given, once) for one in own))
+    return weigh(own, found, solved_above, is_only=len(functions) == 1)
 
 
-def weigh(functions: Sequence[WeightedReward], found: Sequence[Reward], solved_above: float = 0.5) -> Reward:
+async def score_group(
+    pool: RewardPool, functions: Sequence[WeightedReward], group: RewardGroup, once: ScoredOnce | None = None
+) -> list[Reward | None]:
+    """Call the functions of whole groups, and return what they add to the reward of each answer. Raises as `score`.
+
+    None: the infrastructure of one of them failed for that answer.
+    """
+    own = [one for one in functions if one.whole_group]
+    if not own:
+        return [Reward()] * len(group.answers)
+    found = await asyncio.gather(*(_score_group_by(pool, one, group, once) for one in own))
+    added: list[Reward | None] = []
+    for each in zip(*found, strict=True):
+        known = [one for one in each if one is not None]
+        is_whole = len(known) == len(own)
+        added.append(weigh(own, known, is_only=len(functions) == 1) if is_whole else None)
+    return added
+
+
+def weigh(
+    functions: Sequence[WeightedReward],
+    found: Sequence[Reward],
+    solved_above: float = 0.5,
+    *,
+    is_only: bool | None = None,
+) -> Reward:
+    """`is_only`: no other function scores these answers; None: if there is one here."""
     outcome = _WORST_LAST[max(_WORST_LAST.index(one.outcome) for one in found)]
     longest = max(found, key=lambda one: -1.0 if one.cpu_s is None else one.cpu_s)
     correct = longest.correct
     if correct is None and longest.cpu_s is not None:
         correct = longest.score > solved_above
-    if len(functions) == 1 and not functions[0].name:
+    if (len(functions) == 1 if is_only is None else is_only) and not functions[0].name:
         return Reward(functions[0].weight * found[0].score, found[0].parts, outcome, longest.cpu_s, correct)
     parts: dict[str, float] = {}
     for function, reward in zip(functions, found, strict=True):
@@ -64,15 +97,34 @@ def weigh(functions: Sequence[WeightedReward], found: Sequence[Reward], solved_a
 
 
 async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput, once: ScoredOnce | None) -> Reward:
+    make = partial(pool.score, one.function, given, one.args)
+    return await _scored(one, given, make, None if one.function in QUICK else once, lambda reward: reward)
+
+
+async def _score_group_by(
+    pool: RewardPool, one: WeightedReward, group: RewardGroup, once: ScoredOnce | None
+) -> list[Reward | None]:
+    make = partial(pool.score_group, one.function, group, one.args)
+    return await _scored(one, group, make, once, lambda reward: [reward] * len(group.answers))
+
+
+async def _scored(
+    one: WeightedReward,
+    given: RewardInput | RewardGroup,
+    make: Callable[[], Coroutine[Any, Any, _Score]],
+    once: ScoredOnce | None,
+    for_all: Callable[[Reward], _Score],
+) -> _Score:
+    """Return what `make` or the cache has; at a time limit, what the recipe says, `for_all` answers. Raises as `score`,
+    with the function's name."""
     try:
-        if once is None or not one.cache or one.function in QUICK:
-            return await pool.score(one.function, given, one.args)
-        make = partial(pool.score, one.function, given, one.args)
+        if once is None or not one.cache:
+            return await make()
         return await once.score(one.function, one.args, given, make)
     except RewardTimedOut as error:
         is_wrong = bool(error.cpu_s) or one.timeout_score is not None
         if is_wrong:  # the answer's doing, as far as anybody can tell
-            return Reward(one.timeout_score or 0.0, outcome="timed_out", cpu_s=error.cpu_s or None)
+            return for_all(Reward(one.timeout_score or 0.0, outcome="timed_out", cpu_s=error.cpu_s or None))
         raise RewardTimedOut(f"{one.function}: {error}") from error
     except (RewardFailed, RewardUnavailable, RewardStops) as error:
         raise type(error)(f"{one.function}: {error}") from error

@@ -1,10 +1,12 @@
 """Answers of a file, scored with a recipe's rewards: what `polyrl rewards` does, without the terminal.
 
 A line is an object with `answer`, a text, and either `prompt`, the number of a prompt of the recipe's data, or `row`,
-the columns of a row. `domain` names the domain if there are several.
+the columns of a row. `domain` names the domain if there are several. Answers to the same prompt form a group, for
+functions of whole groups.
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.data.prompts import to_task
 from polyrl.data.rows import Row
 from polyrl.errors import PolyrlError, UserError
-from polyrl.rewards.reward import COMPARING, Reward, RewardInput
+from polyrl.rewards.reward import Reward, RewardInput, needs_answer
 from polyrl.run.tasks import RecipeTasks, load_tasks
 
 MAX_ANSWERS = 200_000
@@ -77,9 +79,52 @@ async def score_answers(recipe: Recipe, path: Path) -> list[ScoredLine]:
                 except PolyrlError as error:
                     return ScoredLine(number, name, given.answer, None, str(error))
 
-        return await asyncio.gather(*(score(*one) for one in inputs))
+        scored = await asyncio.gather(*(score(*one) for one in inputs))
+        if not tasks.scores_groups:
+            return scored
+        given = [(domain, one) for _, domain, one in inputs]
+
+        async def judge(group: list[int]) -> dict[int, ScoredLine]:
+            async with places:
+                return await _with_group(tasks, given, scored, group)
+
+        judged = await asyncio.gather(*map(judge, _groups(given, scored)))
+        found = {at: one for each in judged for at, one in each.items()}
+        return [found.get(at, one) for at, one in enumerate(scored)]
     finally:
         await tasks.close()
+
+
+def _groups(given: Sequence[tuple[int, RewardInput]], scored: Sequence[ScoredLine]) -> list[list[int]]:
+    """Return the places of answers that have a reward of their own, by prompt."""
+    found: dict[tuple[int, str, str, bytes], list[int]] = {}
+    for at, (domain, one) in enumerate(given):
+        if scored[at].reward is not None:
+            row = msgspec.msgpack.encode(one.row, enc_hook=str, order="deterministic")
+            found.setdefault((domain, one.prompt, one.expected, row), []).append(at)
+    return list(found.values())
+
+
+async def _with_group(
+    tasks: RecipeTasks, given: Sequence[tuple[int, RewardInput]], scored: Sequence[ScoredLine], places: list[int]
+) -> dict[int, ScoredLine]:
+    """Return the lines of one group, by place, with what they are worth as a group."""
+    domain, shared = given[places[0]]
+    facts = [(given[at][1].answer, given[at][1].finish, given[at][1].num_tokens) for at in places]
+    try:
+        added = await tasks.score_given_group(domain, shared, facts)
+    except PolyrlError as error:
+        return {at: scored[at]._replace(reward=None, why=str(error)) for at in places}
+    return {at: _add(scored[at], one) for at, one in zip(places, added, strict=True)}
+
+
+def _add(line: ScoredLine, added: Reward | None) -> ScoredLine:
+    own = line.reward
+    if own is None or added is None:
+        return line._replace(reward=None, why=line.why or "infrastructure_failed, in a whole group")
+    outcome = added.outcome if own.outcome == "scored" else own.outcome
+    total = own._replace(score=own.score + added.score, parts={**own.parts, **added.parts}, outcome=outcome)
+    return line._replace(reward=total)
 
 
 def _input(recipe: Recipe, tasks: RecipeTasks, path: Path, number: int, line: AnswerLine) -> tuple[int, RewardInput]:
@@ -96,7 +141,7 @@ def _input(recipe: Recipe, tasks: RecipeTasks, path: Path, number: int, line: An
         task, written = tasks.read(domain, line.prompt)
     else:
         section = recipe.data.all_domains[domain]
-        needs_answer = any(one.function in COMPARING for one in recipe.rewards_of(section))
-        task = to_task(Row(f"{path}:{number}", line.row or {}), section, needs_answer=needs_answer)
+        needed = needs_answer(recipe.rewards_of(section))
+        task = to_task(Row(f"{path}:{number}", line.row or {}), section, needs_answer=needed)
         written = tasks.tokenizer.written(task.prompt, section.chat_template_kwargs or {})
     return domain, RewardInput(written, line.answer, task.expected, task.fields, "stop", num_tokens)

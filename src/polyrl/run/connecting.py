@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polyrl.client import Fleet, Prompt, RewardResult, Sample, connect
+from polyrl.client import Fleet, Group, Prompt, RewardResult, Sample, connect
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.models import Loaded
 from polyrl.errors import PolyrlError, UserError
@@ -18,7 +18,7 @@ from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption, check_reachable
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.settings import caveat_of, manager_options, sampling_of, scheduler_config, weight_settings
-from polyrl.run.tasks import Tasks
+from polyrl.run.task_contract import Tasks
 from polyrl.weights.server import WeightServer
 from polyrl.weights.tensors import pin_buffer
 from polyrl.wire.control import AnswerRules, DrainRequest, Status
@@ -80,12 +80,18 @@ async def connected(
             found.score, is_known and bool(found.correct), found.cpu_s or 0.0, found.parts, found.outcome
         )
 
+    async def group_reward_of(group: Group) -> list[RewardResult | None]:
+        answers = [(one.tokens.tolist(), one.finish) for one in group.samples]
+        found = await tasks.score_group(group.origin.domain, group.origin.prompt, answers)
+        return [None if one is None else RewardResult(one.score, parts=one.parts) for one in found]
+
     async with connect(
         address.url,
         read_token_file(run_dir / "admin.token"),
         scheduler_config(recipe, tasks.num_prompts, typical),
         prompts=prompt_of,
         reward=reward_of,
+        group_reward=group_reward_of if tasks.scores_groups else None,
         has_weights=True,
         caveat=caveat_of(recipe),
         trains=True,

@@ -184,6 +184,13 @@ def _of_round(now: Status) -> Finding:
     """Return the finding for the oldest round: the trainer takes no other before that one is done."""
     round_ = now.rounds[0]
     if round_.groups_delivered >= round_.groups:
+        if (told := now.rewards) is not None and told.running:
+            return Finding(
+                f"all {round_.groups} groups of step {round_.step} are with the trainer, and rewards of whole groups "
+                f"run; {told.function} has run longest, for {show_seconds(told.longest_s)}",
+                f"one that takes longer than rewards.timeout_s = {told.timeout_s:g} is ended, and its group replaced",
+                stalls=True,
+            )
         return Finding(
             f"all {round_.groups} groups of step {round_.step} are with the trainer, which has not said that it trains",
             "it takes what it has not taken, updates the weights and publishes them by itself",

@@ -224,12 +224,14 @@ def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
     workers = f"{wanted.workers} on this machine, {wanted.engine} engine" if wanted.workers else "none to start with"
     ranks = "" if recipe.train.ranks == 1 else f"{recipe.train.ranks} ranks, "
     trains = f"{generates}, {_mode(recipe)}, {recipe.train.steps} steps"
+    boxed = ", in a sandbox" if recipe.rewards.sandbox else ""
+    scores = f"up to {recipe.rewards.processes} processes{boxed}, CPU, {recipe.rewards.timeout_s:g} s an answer"
     return [
         ("run", str(run_dir)),
         ("trainer", f"{ranks}{_device(recipe)}: {trains}; serves weights"),
         ("manager", f"a process, CPU, {recipe.manager.host}, {port}{_encrypted(recipe)}"),
         ("workers", f"{workers}; others may join at any time"),
-        ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
+        ("rewards", scores),
     ]
 
 

@@ -29,7 +29,7 @@ from polyrl.run.display import Display
 from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of
-from polyrl.run.tasks import Tasks, UnderWay
+from polyrl.run.task_contract import Tasks, UnderWay
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry import breaks, validated
 from polyrl.telemetry.looks import show_seconds
@@ -276,6 +276,8 @@ async def tell_of_rewards(fleet: Fleet, tasks: Tasks) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             now = tasks.rewards_under_way()
+            if now is None and said is not None and said.running:
+                now = said._replace(running=0, longest=(0.0, ""))
             if now is not None and (now.running or said is None or now._replace(longest=said.longest) != said):
                 await fleet.tell_rewards(*now)
                 said = now

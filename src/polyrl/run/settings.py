@@ -63,11 +63,13 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
 def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
     """The pool ends a function that takes too long; the scheduler's own limit is for a pool that does not answer at
     all: it is later than the last of the queue, if a process starts anew for each before it, and each of a domain's
-    functions takes all of its time.
+    functions takes all of its time. Functions of whole groups have as many places of their own.
     """
     rewards, slots = recipe.rewards, recipe.rewards.max_under_way
-    functions = max(1, *(len(recipe.rewards_of(domain)) for domain in recipe.data.all_domains))
-    longest_s = functions * (rewards.start_timeout_s + rewards.wall_s) * (1 + math.ceil(slots / rewards.processes))
+    chosen = [recipe.rewards_of(domain) for domain in recipe.data.all_domains]
+    functions = max(1, *map(len, chosen))
+    queue = 2 * slots if any(one.whole_group for each in chosen for one in each) else slots
+    longest_s = functions * (rewards.start_timeout_s + rewards.wall_s) * (1 + math.ceil(queue / rewards.processes))
     adaptive = rewards.adaptive
     return RewardConfig(
         adaptive=adaptive,

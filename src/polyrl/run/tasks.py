@@ -1,100 +1,38 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
-import asyncio
 import contextlib
 import logging
 import math
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
 from polyrl.data.sources import EnvironmentSource, Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, TokenIds
-from polyrl.errors import ConfigError, UserError
+from polyrl.errors import ConfigError
 from polyrl.rewards import weighing
 from polyrl.rewards.facts import RunFacts
+from polyrl.rewards.failures import FailureKey, RewardFailures
+from polyrl.rewards.groups import AnswerFacts, make_group
 from polyrl.rewards.judging.account import JudgeMeter
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import COMPARING, Reward, RewardFailed, RewardInput, RewardStops, RewardUnavailable
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardStops, RewardUnavailable, needs_answer
+from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.rewards.watching import RewardWatch
 from polyrl.run.encryption import encryption
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
+from polyrl.run.task_contract import Answered, UnderWay
 
 log = logging.getLogger("polyrl.data")
 
 _PROMPTS_AT_HAND = 1024
-_HOPELESS = 32
-"""A reward that has failed this often, and never succeeded, is given up."""
-
-
-class Tasks(Protocol):
-    """The prompts and rewards of a run. Domains, and prompts within them, have numbers; validation sets, names."""
-
-    @property
-    def num_prompts(self) -> list[int]: ...
-
-    @property
-    def names(self) -> list[str]: ...
-
-    def tokens(self, domain: int, prompt: int) -> TokenIds: ...
-
-    def row(self, domain: int, prompt: int) -> bytes:
-        """Return the row of an episode's task, as JSON; empty for a prompt, and where the environment has its own."""
-        ...
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """The digest of each domain's prompts in order; empty where the recipe alone determines them."""
-        ...
-
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0) -> Reward:
-        """Return the reward. Raises if there is none: a missing reward is never a zero.
-
-        `limit_s` is the CPU time that the answer's program may take; 0: no limit was learned.
-        """
-        ...
-
-    @property
-    def validation_names(self) -> list[str]:
-        """The names of the validation sets."""
-        ...
-
-    def validation_tokens(self, name: str) -> list[TokenIds]: ...
-
-    async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
-        """Raises as `score`."""
-        ...
-
-    async def failed(self) -> None:
-        """Waits for as long as all is well; raises UserError when nothing can be trained."""
-        ...
-
-    def rewards_under_way(self) -> "UnderWay | None":
-        """Return the present state of the reward functions; None if there is nothing to report."""
-        ...
-
-    def reward_metrics(self) -> dict[str, float]:
-        """Return the metrics of the reward functions since the last call."""
-        ...
-
-    def why_none_scored(self) -> str:
-        """Return why a reward has failed for all answers so far; empty if none has."""
-        ...
-
-
-class UnderWay(NamedTuple):
-    running: int
-    timeout_s: float
-    longest: tuple[float, str]
-    """The longest-running reward: its seconds, and its function."""
-    failed: tuple[int, str]
-    """The number of answers without a reward, and the reason of the last."""
 
 
 class Domain(NamedTuple):
@@ -120,16 +58,15 @@ class RecipeTasks:
         self._domains, self._tokenizer, self._pool, self._wanted = domains, tokenizer, pool, wanted
         self._solved_above = solved_above
         self._once, self._watch = ScoredOnce(), RewardWatch(wanted.row_failures)
-        self._last_failure = ""
+        self._failures = RewardFailures(
+            {
+                (number, whole): ", ".join(one.function for one in domain.rewards if one.whole_group is whole)
+                for number, domain in enumerate(domains)
+                for whole in (False, True)
+            }
+        )
         self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
         """Read once for all samples of a prompt: a chat template is a program."""
-        self._num_failures = [0] * len(domains)
-        """The number of failures of each domain's reward."""
-        self._is_proven = [False] * len(domains)
-        self._failures: dict[int, str] = {}
-        """The reason of the last failure, by domain."""
-        self._hopeless = asyncio.Event()
-        self._why_hopeless = ""
 
     @property
     def tokenizer(self) -> ModelTokenizer:
@@ -170,6 +107,16 @@ class RecipeTasks:
                 return (await self._score(domain, name, prompt, answer, finish)).score
         return (await self._score(domain, name, prompt, answer, finish)).score
 
+    async def score_validation_group(self, name: str, prompt: int, answers: Sequence[Answered]) -> list[Reward | None]:
+        """Raises RewardFailed and RewardUnavailable."""
+        domain = self._domain_of(name)
+        for _ in range(MAX_ATTEMPTS - 1):
+            with contextlib.suppress(RewardUnavailable):
+                found = await self._score_group(domain, name, prompt, answers)
+                if all(one is not None for one in found):
+                    return found
+        return await self._score_group(domain, name, prompt, answers)
+
     def read(self, domain: int, prompt: int) -> tuple[Task, str]:
         """Return a task to train on, and its prompt as the model sees it."""
         return self._asked(domain, None, prompt)
@@ -177,6 +124,13 @@ class RecipeTasks:
     async def score_given(self, domain: int, given: RewardInput) -> Reward:
         """Score an answer from anywhere. Raises RewardFailed and RewardUnavailable."""
         return await weighing.score(self._pool, self._domains[domain].rewards, given, self._solved_above, self._once)
+
+    async def score_given_group(
+        self, domain: int, shared: RewardInput, answers: list[AnswerFacts]
+    ) -> list[Reward | None]:
+        """Return what the functions of whole groups add to answers from anywhere. Raises as `score_given`."""
+        group = make_group(shared, answers)
+        return await weighing.score_group(self._pool, self._domains[domain].rewards, group, self._once)
 
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
@@ -188,24 +142,68 @@ class RecipeTasks:
     async def _score(
         self, domain: int, validation: str | None, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0
     ) -> Reward:
+        if all(one.whole_group for one in self._domains[domain].rewards):
+            return Reward()
+        given = self._shared(domain, validation, prompt)._replace(
+            answer=self._tokenizer.text(answer), finish=finish, num_tokens=len(answer), limit_s=limit_s
+        )
+        rewards = self._domains[domain].rewards
+        make = partial(weighing.score, self._pool, rewards, given, self._solved_above, self._once)
+        (found,) = await self._watched((domain, False), validation, prompt, [given], make)
+        assert found is not None
+        return found
+
+    @property
+    def scores_groups(self) -> bool:
+        return any(one.whole_group for domain in self._domains for one in domain.rewards)
+
+    async def score_group(self, domain: int, prompt: int, answers: Sequence[Answered]) -> list[Reward | None]:
+        """Raises RewardFailed and RewardUnavailable."""
+        return await self._score_group(domain, None, prompt, answers)
+
+    async def _score_group(
+        self, domain: int, validation: str | None, prompt: int, answers: Sequence[Answered]
+    ) -> list[Reward | None]:
+        rewards = self._domains[domain].rewards
+        if not any(one.whole_group for one in rewards):
+            return [Reward()] * len(answers)
+        texts = [(self._tokenizer.text(tokens), finish, len(tokens)) for tokens, finish in answers]
+        group = make_group(self._shared(domain, validation, prompt), texts)
+        make = partial(weighing.score_group, self._pool, rewards, group, self._once)
+        return await self._watched((domain, True), validation, prompt, group.answers, make)
+
+    def _shared(self, domain: int, validation: str | None, prompt: int) -> RewardInput:
+        """Return what all answers to a prompt share."""
         task, written = self._asked(domain, validation, prompt)
-        text = self._tokenizer.text(answer)
-        given = RewardInput(written, text, task.expected, task.fields, finish, len(answer), limit_s)
-        of, row = self._domains[domain], (domain, validation, prompt)
+        return RewardInput(written, "", task.expected, task.fields, "", 0)
+
+    async def _watched(
+        self,
+        kind: FailureKey,
+        validation: str | None,
+        prompt: int,
+        given: Sequence[RewardInput],
+        make: Callable[[], Awaitable[Reward | list[Reward | None]]],
+    ) -> list[Reward | None]:
+        """Return the rewards of these answers to one prompt. Failures are counted, for the functions of this kind."""
+        row, name = (kind, validation, prompt), _row_name(self._domains[kind[0]], validation, prompt)
         if row in self._watch.quarantined:
-            raise RewardFailed(f"{_row_name(of, validation, prompt)} is quarantined: {self._watch.quarantined[row]}")
+            raise RewardFailed(f"{name} is quarantined: {self._watch.quarantined[row]}")
         try:
-            reward = await weighing.score(self._pool, of.rewards, given, self._solved_above, self._once)
+            found = await make()
         except (RewardFailed, RewardUnavailable) as error:
-            self._count_failure(domain, str(error))
-            self._watch.failed(domain, row, _row_name(of, validation, prompt), str(error))
+            self._failures.failed(kind, str(error), len(given))
+            self._watch.failed(kind, row, name, str(error))
             raise
         except RewardStops as error:
-            self._end_run(str(error))
+            self._failures.stop(str(error))
             raise RewardUnavailable(str(error)) from error
-        self._is_proven[domain] = True
-        self._watch.scored(domain, row, given, reward)
-        return reward
+        self._failures.scored(kind)
+        rewards: list[Reward | None] = [found] if isinstance(found, Reward) else found
+        for one, reward in zip(given, rewards, strict=True):
+            if reward is not None:
+                self._watch.scored(kind, row, one, reward)
+        return rewards
 
     def _read(self, domain: int, validation: str | None, prompt: int) -> tuple[Task, str]:
         """Return a task, and its prompt as the model sees it. `validation` names a set; None: training data."""
@@ -215,14 +213,13 @@ class RecipeTasks:
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""
-        await self._hopeless.wait()
-        raise UserError(self._why_hopeless)
+        await self._failures.until_hopeless()
 
     def rewards_under_way(self) -> UnderWay | None:
-        state, num_failed = self._pool.state(), sum(self._num_failures)
-        if not state.running and not num_failed:
+        state, failures = self._pool.state(), self._failures
+        if not state.running and not failures.total:
             return None
-        failed = (num_failed, self._last_failure)
+        failed = (failures.total, failures.last_reason)
         return UnderWay(state.running, self._wanted.wall_s, (state.longest_s, state.longest), failed)
 
     def reward_metrics(self) -> dict[str, float]:
@@ -230,23 +227,7 @@ class RecipeTasks:
         return {**self._watch.take_metrics(), **of_judges, "reward/scored_before": self._once.num_saved}
 
     def why_none_scored(self) -> str:
-        unproven = [domain for domain in self._failures if not self._is_proven[domain]]
-        return self._why(max(unproven, key=self._num_failures.__getitem__)) if unproven else ""
-
-    def _count_failure(self, domain: int, reason: str) -> None:
-        self._num_failures[domain] += 1
-        self._failures[domain] = self._last_failure = reason
-        if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS:
-            self._end_run(self._why(domain))
-
-    def _end_run(self, why: str) -> None:
-        if not self._hopeless.is_set():
-            self._why_hopeless = why
-            self._hopeless.set()
-
-    def _why(self, domain: int) -> str:
-        names = ", ".join(one.function for one in self._domains[domain].rewards)
-        return f"the reward {names} failed for all of {self._num_failures[domain]} answers: {self._failures[domain]}"
+        return self._failures.why_none_scored()
 
     async def close(self) -> None:
         """End all reward processes."""
@@ -262,9 +243,10 @@ def load_tasks(recipe: Recipe, run_dir: Path | None = None) -> RecipeTasks:
 
     `run_dir` is the run's directory, for the output of reward functions; None: there is no run.
     """
-    tokenizer, domains = _open_all(recipe)
-    pool, solved_above = _make_pool(recipe, run_dir), recipe.validation.solved_above
-    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, solved_above, run_dir)
+    surroundings = _surroundings(recipe, run_dir)
+    tokenizer, domains = _open_all(recipe, surroundings)
+    pool = _make_pool(recipe.rewards, surroundings)
+    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, recipe.validation.solved_above, run_dir)
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
@@ -274,16 +256,21 @@ def load_tasks(recipe: Recipe, run_dir: Path | None = None) -> RecipeTasks:
     return tasks
 
 
-def _make_pool(recipe: Recipe, run_dir: Path | None) -> RewardPool:
-    wanted, log = recipe.rewards, None if run_dir is None else run_dir / "logs" / "rewards.log"
+def _surroundings(recipe: Recipe, run_dir: Path | None = None) -> Surroundings:
+    """Raises ConfigError without the sandbox that is wanted."""
+    wanted, walls = recipe.rewards, None
+    log = None if run_dir is None else run_dir / "logs" / "rewards.log"
     memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
-    return RewardPool(
-        wanted.processes,
-        wanted.wall_s,
-        together=math.ceil(wanted.max_under_way / wanted.processes),
-        surroundings=Surroundings(
-            log, memory_bytes, wanted.environment, _facts(recipe, run_dir), wanted.start_timeout_s
-        ),
+    if wanted.sandbox:
+        functions = [one.function for one in _reward_keys(recipe).values()]
+        walls = look_for_walls(functions, run_dir)
+    return Surroundings(
+        log,
+        memory_bytes,
+        wanted.environment,
+        walls=walls,
+        facts=_facts(recipe, run_dir),
+        start_s=wanted.start_timeout_s,
     )
 
 
@@ -297,6 +284,15 @@ def _facts(recipe: Recipe, run_dir: Path | None) -> RunFacts:
         max_tokens=wanted.max_tokens,
         manager_host="" if tls is None else tls.host,
         manager_ca=recipe.manager.ca,
+    )
+
+
+def _make_pool(wanted: RewardsSection, surroundings: Surroundings) -> RewardPool:
+    return RewardPool(
+        wanted.processes,
+        wanted.wall_s,
+        together=math.ceil(wanted.max_under_way / wanted.processes),
+        surroundings=surroundings,
     )
 
 
@@ -317,7 +313,7 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
 
     Raises UserError for the same mistakes as `load_tasks`, in the rows that it reads.
     """
-    _, domains = _open_all(recipe, one_step=True)
+    _, domains = _open_all(recipe, _surroundings(recipe), one_step=True)
     found: list[DomainOfStep] = []
     for domain, opened in zip(recipe.data.all_domains, domains, strict=True):
         first, source = opened.training.task(0), opened.training
@@ -326,10 +322,12 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
     return found
 
 
-def _open_all(recipe: Recipe, *, one_step: bool = False) -> tuple[ModelTokenizer, list[Domain]]:
+def _open_all(
+    recipe: Recipe, surroundings: Surroundings, *, one_step: bool = False
+) -> tuple[ModelTokenizer, list[Domain]]:
     """`one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
-    check_functions(_reward_keys(recipe), recipe.rewards.environment)
+    check_functions(_reward_keys(recipe), surroundings)
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     return tokenizer, [_open(recipe, domain, tokenizer, room, key, one_step=one_step) for domain, key in named]
@@ -383,14 +381,13 @@ def _open(
     limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
     max_tokens = min(limits) if limits else None
     rewards = recipe.rewards_of(domain)
-    needs_answer = any(one.function in COMPARING for one in rewards)
     seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
     training = open_training(
         domain,
         tokenizer,
         seed=seed,
         max_tokens=max_tokens,
-        needs_answer=needs_answer,
+        needs_answer=needs_answer(rewards),
         key=key,
         enough=domain.prompts_per_step if one_step else None,
     )
@@ -402,7 +399,7 @@ def _open(
             tokenizer,
             num_prompts=wanted.num_prompts,
             max_tokens=max_tokens,
-            needs_answer=needs_answer,
+            needs_answer=needs_answer(rewards),
             key=key,
         )
         for name, place in (domain.validation_sets.items() if recipe.validates else ())

@@ -34,7 +34,7 @@ from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.reporting import Watch, reporting
 from polyrl.run.supervising import first_of, leaving, meanwhile, until_interrupted
-from polyrl.run.tasks import Tasks
+from polyrl.run.task_contract import Tasks
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Learner

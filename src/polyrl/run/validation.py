@@ -13,9 +13,9 @@ from polyrl.config.recipe import Recipe
 from polyrl.errors import PolyrlError, one_line
 from polyrl.run.reporting import Reporter
 from polyrl.run.settings import sampling_of
-from polyrl.run.tasks import Tasks
+from polyrl.run.task_contract import Tasks
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.local_engine import LocalEngine, LocalPrompt
+from polyrl.trainer.local_engine import LocalAnswer, LocalEngine, LocalPrompt
 from polyrl.trainer.state.saving import Saver
 from polyrl.trainer.validation import report
 
@@ -61,6 +61,25 @@ def validator(
     return validate
 
 
+async def _with_group_rewards(
+    tasks: Tasks, name: str, prompt: int, answers: list[LocalAnswer], scored: list[float | str]
+) -> list[float | str]:
+    """Return the rewards of a prompt's attempts, with what they are worth as a group; a text: why there is none."""
+    places = [at for at, one in enumerate(scored) if not isinstance(one, str)]
+    if not places or not tasks.scores_groups:
+        return scored
+    given = [(answers[at].tokens, answers[at].finish) for at in places]
+    try:
+        found = await tasks.score_validation_group(name, prompt, given)
+    except PolyrlError as error:
+        return [one if isinstance(one, str) else f"no reward: {error}" for one in scored]
+    final = list(scored)
+    for at, added in zip(places, found, strict=True):
+        own = scored[at]
+        final[at] = "no reward: infrastructure_failed" if added is None or isinstance(own, str) else own + added.score
+    return final
+
+
 async def _attempt(recipe: Recipe, engine: LocalEngine, tasks: Tasks, name: str) -> list[list[float | None]]:
     """Return the rewards of every prompt's attempts; None where there is none."""
     wanted, rollout = recipe.validation, recipe.rollout
@@ -87,12 +106,17 @@ async def _attempt(recipe: Recipe, engine: LocalEngine, tasks: Tasks, name: str)
         except Exception as error:  # noqa: BLE001  what is not ours may raise anything
             return f"no reward: {one_line(error)}"
 
-    scored = await asyncio.gather(*(score(place) for place in range(len(answers))))
+    async def score_all(prompt: int) -> list[float | str]:
+        first, end = prompt * num, (prompt + 1) * num
+        own = await asyncio.gather(*(score(place) for place in range(first, end)))
+        return await _with_group_rewards(tasks, name, prompt, answers[first:end], own)
+
+    each = await asyncio.gather(*(score_all(prompt) for prompt in range(len(prompts))))
+    scored = [one for attempts in each for one in attempts]
     reasons = Counter(one for one in scored if isinstance(one, str))
     for reason, times in reasons.most_common(1):
         log.warning(
             "validation of %s: %d of %d attempts are left out; %d of them: %s",
             name, reasons.total(), len(scored), times, reason,
         )  # fmt: skip
-    rewards: list[float | None] = [None if isinstance(one, str) else one for one in scored]
-    return [rewards[at : at + num] for at in range(0, len(rewards), num)]
+    return [[None if isinstance(one, str) else one for one in attempts] for attempts in each]

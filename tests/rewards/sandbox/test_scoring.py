@@ -1,20 +1,25 @@
 """The code reward: programs in answers, tests in rows, and no reward where nobody is to blame but us."""
 
 import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from polyrl.config.rewards import WeightedReward
+from polyrl.errors import ConfigError
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput
-from polyrl.rewards.sandbox.program import CallCase, InputCase, PytestCase
-from polyrl.rewards.sandbox.scoring import find_code, read_cases
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable, needs_answer
+from polyrl.rewards.sandbox.program import CallCase, CaseVerdict, InputCase, PytestCase, Verdict
+from polyrl.rewards.sandbox.scoring import find_code, read_cases, to_reward
 
 pytestmark = pytest.mark.timeout(300)
-CODE = "polyrl.rewards.code:score"
+CODE = "code"
 
 
 def given(answer: str, expected: str = "", **row: Any) -> RewardInput:
@@ -55,6 +60,27 @@ def test_cases_come_as_a_list_or_as_json():
     assert read_cases(given("", "5"), "tests") == (InputCase(output="5"),)
 
 
+def test_tests_may_lie_within_another_column():
+    cases = read_cases(given("", extra={"cases": [{"output": "5"}]}), "extra.cases")
+    assert cases == (InputCase(output="5"),)
+
+
+def test_a_row_without_tests_and_without_an_answer_has_no_reward():
+    with pytest.raises(RewardFailed, match="neither tests nor an answer"):
+        read_cases(given("", " "), "tests")
+
+
+def test_a_sandbox_that_failed_is_no_zero_and_another_attempt_may_score():
+    with pytest.raises(RewardUnavailable, match="the sandbox failed: no room"):
+        to_reward(Verdict("infrastructure_failed", (), 2, "no room"), partial=False)
+
+
+def test_the_cpu_time_of_an_answer_is_that_of_its_longest_case():
+    cases = (CaseVerdict("passed", 0.2, 1.0), CaseVerdict("passed", 0.5, 1.0), CaseVerdict("failed", 0.1, 1.0))
+    reward = to_reward(Verdict("failed", cases, 4), partial=True)
+    assert (reward.score, reward.cpu_s, reward.correct, reward.outcome) == (0.5, 0.5, False, "scored")
+
+
 @pytest.mark.parametrize("tests", [[], "nonsense", [{"input": 3, "output": "x"}], [3], 7, [{"pytest": 3}], [{}]])
 def test_tests_that_cannot_be_read_are_the_fault_of_the_data(tests: Any):
     with pytest.raises(RewardFailed, match="the row's tests"):
@@ -85,12 +111,54 @@ def test_answers_are_scored_in_processes_of_the_pool():
     found = asyncio.run(body())
     assert [one.score for one in found] == [*answers.values(), 0.5, 1.0]
     assert found[2].parts["timed_out"] == 1.0
+    assert [one.outcome for one in found] == ["scored", "scored", "timed_out", "scored", "scored", "scored"]
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_a_program_that_waits_behind_loops_is_scored_and_so_are_they():
+    """The loops take longer together than one answer may take."""
+
+    async def body() -> list[float]:
+        pool = RewardPool(1, 3.0, together=16)
+        try:
+            answers = ["while True: pass"] * 9 + ["print(5)"]
+            asked = [pool.score(CODE, given(one, "5"), {"cpu_s": 0.5, "sandboxes": 1}) for one in answers]
+            return [one.score for one in await asyncio.gather(*asked)]
+        finally:
+            await pool.close()
+
+    assert asyncio.run(body()) == [0.0] * 9 + [1.0]
 
 
 @pytest.mark.usefixtures("bubblewrap")
 def test_a_recipe_may_name_it_and_its_arguments_are_checked():
     check_functions({"rewards.functions.0": WeightedReward(function=CODE, args={"cpu_s": 2.0})})
-    check_functions({"a": WeightedReward(function="polyrl.rewards.unsafe_no_sandbox:score", args={"cpu_s": 2.0})})
+    check_functions({"a": WeightedReward(function="polyrl.rewards.unsafe_no_sandbox:UnsafeCode", args={"cpu_s": 2.0})})
+
+
+@pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.parametrize(
+    "wrong",
+    [{"cpu_s": 0}, {"language": "pyhton"}, {"memory_mb": 1}, {"sandboxes": -1}, {"template": "print()"}, {"test": "x"}],
+)
+def test_wrong_arguments_are_refused_before_a_run(wrong: dict[str, Any]):
+    with pytest.raises(ConfigError, match=rf"rewards\.functions\.0\.args\.{next(iter(wrong))}"):
+        check_functions({"rewards.functions.0.function": WeightedReward(function=CODE, args=wrong)})
+
+
+def test_without_bubblewrap_a_recipe_that_names_it_is_refused_with_what_to_install(tmp_path: Path):
+    body = "from polyrl.rewards.reward import find_reward; find_reward('code', 'data.reward')"
+    ran = subprocess.run(
+        [sys.executable, "-c", body], env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, check=False
+    )
+    assert "ConfigError: data.reward" in ran.stderr.decode() and "apt-get install bubblewrap" in ran.stderr.decode()
+
+
+def test_rows_need_tests_or_an_answer_for_it_and_an_answer_for_the_others():
+    code, own = WeightedReward(function=CODE, args={"tests": "cases"}), WeightedReward(function="a:b")
+    assert needs_answer([code]) == needs_answer([own, code]) == "cases"
+    assert needs_answer([code, WeightedReward(function="math")]) is True
+    assert needs_answer([own]) is False
 
 
 @pytest.mark.usefixtures("bubblewrap")

@@ -7,6 +7,7 @@ gives programs another user than root: the kernel does not limit root's processe
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -90,22 +91,33 @@ def command(layout: MachineLayout, pipes: Pipes, settings: dict[str, Any]) -> li
 
 def mounts(layout: MachineLayout) -> list[str]:
     """Return the options that make the file system. Its root is a small folder in memory, closed at the end."""
-    words: list[str] = []
-    for link, target in layout.links.items():
-        words += ["--symlink", target, link]
-    for path in layout.present:
-        words += [*_parents(path), "--ro-bind", path, path]
-    own = [(one, one) for one in (layout.prefix, *layout.folders) if not _is_inside(one, layout.present)]
+    words = mount_system(layout.links, layout.present)
+    own = [(one, one) for one in (layout.prefix, *layout.folders) if not is_inside(one, layout.present)]
     packages = [(one, f"{PACKAGES}/{os.path.basename(one)}") for one in layout.packages]
     for source, target in [*own, (layout.inside, f"{CODE}/{_INSIDE}"), *packages]:
-        words += [*_parents(target), "--ro-bind", source, target]
-    words += ["--perms", "0755", "--dir", "/dev"]
+        words += [*parents(target), "--ro-bind", source, target]
+    words += mount_devices()
+    return [*words, "--proc", "/proc", "--perms", "0755", "--dir", HOME, "--remount-ro", "/"]
+
+
+def mount_system(links: Mapping[str, str], present: Sequence[str]) -> list[str]:
+    """Return the options for the system's folders (`look_at_system`), to be read alone."""
+    words: list[str] = []
+    for link, target in links.items():
+        words += ["--symlink", target, link]
+    for path in present:
+        words += [*parents(path), "--ro-bind", path, path]
+    return words
+
+
+def mount_devices() -> list[str]:
+    """Return the options for /dev. Shared memory is in a folder of HOME, which is to be made there."""
+    words = ["--perms", "0755", "--dir", "/dev"]
     for one in _DEVICES:
         words += ["--dev-bind", f"/dev/{one}", f"/dev/{one}"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    words += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", f"{HOME}/{SHARED_MEMORY}", "/dev/shm"]
-    return [*words, "--proc", "/proc", "--perms", "0755", "--dir", HOME, "--remount-ro", "/"]
+    return [*words, "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", f"{HOME}/{SHARED_MEMORY}", "/dev/shm"]
 
 
 def settings_of(layout: MachineLayout, limits: SandboxLimits, seccomp: bytes) -> dict[str, Any]:
@@ -135,7 +147,7 @@ def id_map(own: int, *, is_root: bool) -> str:
     return f"0 {own} 1\n{_PROGRAM_ID} {_OUTSIDE_ID} 1\n" if is_root else f"{_PROGRAM_ID} {own} 1\n"
 
 
-def _parents(path: str) -> list[str]:
+def parents(path: str) -> list[str]:
     """Make the folders above a mount readable; bubblewrap itself makes them for root alone."""
     parts = path.strip("/").split("/")[:-1]
     words: list[str] = []
@@ -144,5 +156,5 @@ def _parents(path: str) -> list[str]:
     return words
 
 
-def _is_inside(path: str, folders: tuple[str, ...]) -> bool:
+def is_inside(path: str, folders: Sequence[str]) -> bool:
     return any(path == one or path.startswith(f"{one}/") for one in folders)

@@ -20,7 +20,7 @@ class ZygotePool:
     """Zygotes, idle or in use. `make` makes one that is not started yet."""
 
     def __init__(self, size: int, make: Callable[[], Slot]) -> None:
-        self._size, self._make = size, make
+        self.size, self._make = size, make
         self._idle: deque[Slot] = deque()
         self._all: set[Slot] = set()
         self._waiting: deque[asyncio.Future[Slot]] = deque()
@@ -41,7 +41,7 @@ class ZygotePool:
     async def open(self) -> None:
         """Start all zygotes. Raises SlotBroke if the first cannot be started."""
         await self._start_one()
-        await asyncio.gather(*(self._start_one() for _ in range(self._size - 1)))
+        await asyncio.gather(*(self._start_one() for _ in range(self.size - 1)))
 
     async def close(self) -> None:
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""The code reward with learned limits, in real sandboxes behind the real pool."""
+"""The code reward under learned limits, in real sandboxes behind the real pool."""
 
 import asyncio
 import time
@@ -11,8 +11,8 @@ from polyrl.rewards import weighing
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardInput
 
-pytestmark = pytest.mark.timeout(300)
-CODE = WeightedReward(function="polyrl.rewards.timed_code:TimedCode", args={"cpu_s": 20.0, "sandboxes": 1})
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("bubblewrap")]
+CODE = WeightedReward(function="code", args={"cpu_s": 20.0, "sandboxes": 1})
 LOOP = "while True: pass"
 BURNS = "import time\nwhile time.process_time() < 0.3: pass\nprint(1)"
 
@@ -30,15 +30,19 @@ def test_programs_keep_to_the_limit_of_their_row_and_say_the_cpu_time_that_they_
             crashed = await weighing.score(pool, [CODE], given("raise ValueError", 2.0))
             began = time.monotonic()
             looped = await weighing.score(pool, [CODE], given(LOOP, 0.5))
-            return [right, wrong, crashed, looped], time.monotonic() - began
+            took_s = time.monotonic() - began
+            mild = WeightedReward(function="code", args={"cpu_s": 0.3, "sandboxes": 1})
+            capped = await weighing.score(pool, [mild], given(LOOP, 20.0))
+            return [right, wrong, crashed, looped, capped], took_s
         finally:
             await pool.close()
 
-    (right, wrong, crashed, looped), took_s = asyncio.run(body())
+    (right, wrong, crashed, looped, capped), took_s = asyncio.run(body())
     assert (right.score, right.outcome, right.correct) == (1.0, "scored", True)
     assert right.cpu_s is not None and 0.25 < right.cpu_s < 3.0
     assert (wrong.score, wrong.outcome, wrong.correct) == (0.0, "scored", False)
     assert (crashed.score, crashed.outcome) == (0.0, "crashed")
     assert (looped.score, looped.outcome, looped.correct) == (0.0, "timed_out", False)
     assert looped.cpu_s is not None and 0.4 < looped.cpu_s < 2.0
-    assert took_s < 12.0  # its class allows 20 s of CPU time
+    assert took_s < 12.0  # its settings allow 20 s of CPU time
+    assert capped.outcome == "timed_out" and capped.cpu_s is not None and capped.cpu_s < 2.0  # they allow 0.3 s
