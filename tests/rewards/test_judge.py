@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,12 +14,14 @@ import pytest
 from tests.rewards.judge_server import USAGE, Act, Asked, StandIn, stand_in
 
 from polyrl.config.load import build
-from polyrl.config.rewards import RewardsSection
+from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.judge import Judge
 from polyrl.rewards.judging.account import JudgeAccount
 from polyrl.rewards.judging.questions import JudgeArgs
+from polyrl.rewards.line import Surroundings
+from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.models.settings import RewardModelArgs
 from polyrl.rewards.reward import (
     Reward,
@@ -30,6 +33,7 @@ from polyrl.rewards.reward import (
     find_reward,
     is_async,
 )
+from polyrl.rewards.sandbox.walls import look_for_walls
 
 Result = TypeVar("Result")
 
@@ -66,6 +70,12 @@ def score(service: StandIn, asked: RewardInput | None = None, **args: Any) -> fl
     reward = with_judge(service, lambda judge: judge(given() if asked is None else asked), **args)
     assert isinstance(reward, Reward) and reward.outcome == "scored"
     return reward.score
+
+
+async def in_turn(judge: Judge, asked: RewardInput) -> Reward:
+    """As a process of the pool calls it."""
+    async with judge.places:
+        return await judge(asked)
 
 
 @pytest.fixture
@@ -260,7 +270,7 @@ def test_an_answer_that_the_service_refuses_fails_alone_and_the_schema_stays():
 
 def test_no_more_requests_than_allowed_are_under_way_and_they_share_their_connections():
     async def body(judge: Judge) -> list[Reward]:
-        return await asyncio.gather(*(judge(given(str(number))) for number in range(24)))
+        return await asyncio.gather(*(in_turn(judge, given(str(number))) for number in range(24)))
 
     with stand_in([Act(after_s=0.05)]) as service:
         assert [one.score for one in with_judge(service, body, concurrency=4)] == [7.0] * 24
@@ -271,7 +281,7 @@ def test_the_processes_of_a_pool_share_the_places(monkeypatch: pytest.MonkeyPatc
     tell(monkeypatch, processes=4)
 
     async def body(judge: Judge) -> list[Reward]:
-        return await asyncio.gather(*(judge(given(str(number))) for number in range(8)))
+        return await asyncio.gather(*(in_turn(judge, given(str(number))) for number in range(8)))
 
     with stand_in([Act(after_s=0.05)]) as service:
         with_judge(service, body, concurrency=8)
@@ -433,6 +443,31 @@ def test_the_recipes_of_the_guide_can_be_read():
 def test_every_argument_is_in_a_table_of_the_guide():
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "judge.md").read_text(encoding="utf-8")
     named = {
-        name for row in re.findall(r"^\| (`[^|]*) \|", guide, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        name
+        for row in re.findall(
+            r"^\| (`[^|]*) \|", guide.replace("`rewards.sandbox`, or `whole_group`", ""), re.MULTILINE
+        )
+        for name in re.findall(r"`(\w+)`", row)
     }
     assert named == {*JudgeArgs.__struct_fields__, *RewardModelArgs.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (
+            WeightedReward(function="polyrl.rewards.judge:Judge", whole_group=True),
+            r"rewards\.functions\.0\.whole_group: .*Judge scores one answer",
+        ),
+        (
+            WeightedReward(function="polyrl.rewards.judge:Judge"),
+            r"rewards\.sandbox: polyrl\.rewards\.judge:Judge needs the",
+        ),
+    ],
+)
+def test_a_judge_is_for_single_answers_and_outside_of_a_sandbox(function: WeightedReward, line: str):
+    if function.whole_group is False and shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap")
+    walls = None if function.whole_group else look_for_walls([])
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        check_functions({"rewards.functions.0.function": function}, Surroundings(walls=walls))

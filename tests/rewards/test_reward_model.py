@@ -1,6 +1,7 @@
 """The reward model: tiny random classifiers, held to transformers' own scores; and servers, by their own words."""
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Awaitable, Callable
@@ -99,7 +100,13 @@ def with_model(body: Callable[[RewardModel], Awaitable[Result]], **args: Any) ->
 
 
 async def scores(model: RewardModel, *asked: RewardInput) -> list[float]:
-    return [one.score for one in await asyncio.gather(*(model(one) for one in asked))]
+    """As a process of the pool calls it."""
+
+    async def in_turn(one: RewardInput) -> Reward:
+        async with model.places or contextlib.nullcontext():
+            return await model(one)
+
+    return [one.score for one in await asyncio.gather(*map(in_turn, asked))]
 
 
 def references(folder: Path, texts: list[Any]) -> list[list[float]]:

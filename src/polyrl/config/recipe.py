@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
-from polyrl.config.rewards import NOT_IN_SANDBOX, STAYS, RewardsSection, WeightedReward
+from polyrl.config.rewards import OWN_SANDBOX, STAYS, RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -768,9 +768,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from error
             used = [one.title for one in chosen]
-            unfit = [one.function for one in chosen if one.function in NOT_IN_SANDBOX]
-            if unfit and self.rewards.sandbox:
-                raise ValueError(f"rewards.sandbox: {unfit[0]} {NOT_IN_SANDBOX[unfit[0]]}")
+            if self.rewards.sandbox and any(one.function == OWN_SANDBOX for one in chosen):
+                raise ValueError(f"rewards.sandbox: {OWN_SANDBOX} has a sandbox of its own, which none can be around")
             stays = [one.function for one in chosen if one.function in STAYS]
             if stays and not self.rewards.processes:
                 raise ValueError(

@@ -11,12 +11,8 @@ _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
 _SLOTS_ELSEWHERE = 64
 """Rewards in progress where all of them run on reward workers, whose places nobody knows before."""
-NOT_IN_SANDBOX = {
-    "code": "has a sandbox of its own, which none can be around",
-    "judge": "needs the network, which the sandbox has not",
-    "reward_model": "needs a device or the network, which the sandbox has not",
-}
-"""Functions of ours that `rewards.sandbox` is not for, and why."""
+OWN_SANDBOX = "code"
+"""The function of ours that runs programs in a sandbox."""
 STAYS = ("judge",)
 """Functions of ours that no reward worker gets: keys and budget are the run's own."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

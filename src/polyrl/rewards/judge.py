@@ -45,7 +45,8 @@ class Judge:
         self._questions = Questions(wanted)
         self._with_schema = wanted.json_schema and wanted.chat and not wanted.fleet and not wanted.pattern
         self._share = max(1, wanted.concurrency // facts.processes)
-        self._places = asyncio.Semaphore(self._share)
+        self.places = asyncio.Semaphore(self._share)
+        """Answers that are judged at once: the time of others does not run."""
         self._patience_s = _PATIENCE * facts.timeout_s
         self._attempts = Attempts(wanted.attempts, wanted.pause_s)
         self._account = JudgeAccount(Path(facts.run_dir) if facts.run_dir else None)
@@ -93,8 +94,7 @@ class Judge:
         what = "the fleet" if self._args.fleet else self._args.url
 
         async def attempt(number: int) -> float:
-            async with self._places:
-                return await self._attempt(body, number, deadline)
+            return await self._attempt(body, number, deadline)
 
         try:
             async with asyncio.timeout_at(deadline):

@@ -35,7 +35,9 @@ class RewardModel:
         self._model: Classifier | None = None
         self._batches: Batches[InputTokens] | None = None
         self._endpoint: Endpoint | None = None
-        self._places = asyncio.Semaphore(max(1, self._args.concurrency // self._facts.processes))
+        share = max(1, self._args.concurrency // self._facts.processes)
+        self.places = asyncio.Semaphore(share) if self._args.url else None
+        """Answers that a server is asked for at once: the time of others does not run."""
 
     @staticmethod
     def check_args(**args: Any) -> None:
@@ -74,9 +76,8 @@ class RewardModel:
         path, body = request(args, given, args.model)
 
         async def attempt(_: int) -> float:
-            async with self._places:
-                left_s = max(0.05, deadline - asyncio.get_running_loop().time())
-                return read_score(args, await endpoint.post(path, body, min(args.timeout_s, left_s)))
+            left_s = max(0.05, deadline - asyncio.get_running_loop().time())
+            return read_score(args, await endpoint.post(path, body, min(args.timeout_s, left_s)))
 
         try:
             async with asyncio.timeout_at(deadline):
