@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from msgspec import structs
 
 from polyrl.errors import UserError, one_line
 from polyrl.hosts.calls import CallMemory
@@ -30,7 +31,10 @@ from polyrl.hosts.episode import (
     EpisodeFailed,
     NoRoom,
     PlayedEnvironment,
+    checked_parts,
+    finite,
 )
+from polyrl.hosts.pace import CallPace
 from polyrl.ids import SampleId, show_sample
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames, host_frames
@@ -42,6 +46,7 @@ log = logging.getLogger("polyrl.hosts")
 
 _WELCOME_S = 10.0
 _NO_CONTEXT = 1 << 31
+_MAX_CALL_BYTES = host_frames.MAX_HOST_FRAME_BYTES - (1 << 16)
 
 
 class HostOptions(NamedTuple):
@@ -70,17 +75,18 @@ class HostOver(Exception):
 class PlayedEpisode(Episode):
     """An attempt at an episode that the manager gave us. Its calls go to the manager."""
 
-    def __init__(self, agent: "HostAgent", order: host_frames.EpisodeOrder, max_context: int) -> None:
+    def __init__(self, agent: "HostAgent", order: host_frames.EpisodeOrder, play: host_frames.Play) -> None:
         super().__init__(
             f"{show_sample(SampleId(order.sample))}-{order.attempt}",
             index=order.index,
             seed=order.seed,
-            max_context=max_context or _NO_CONTEXT,
+            max_context=play.max_context or _NO_CONTEXT,
             task=_task(order.task),
             attempt=order.attempt - 1,
         )
         self.key = HeldEpisode(order.sample, order.attempt)
         self._agent = agent
+        self._vocabulary = play.vocabulary
         self._memory = CallMemory()
         self.open_call: host_frames.MakeCall | None = None
         self._answer: asyncio.Future[host_frames.CallAnswer] | None = None
@@ -96,12 +102,14 @@ class PlayedEpisode(Episode):
             raise NoRoom(f"an episode of {number} calls; expected at most {host_frames.MAX_CALLS}")
         grown = self._memory.grow(prompt)
         packed = columns.pack_tokens(grown.tokens)
+        self._check(packed)
         call = host_frames.MakeCall(
             *(*self._key, number, grown.base, grown.kept, packed),
             limits.max_tokens or 0,
             limits.stop_ids,
             limits.stop,
         )
+        await self._agent.wait_for_pace()
         self._answer = asyncio.get_running_loop().create_future()
         self.open_call = call
         try:
@@ -115,6 +123,13 @@ class PlayedEpisode(Episode):
         tokens: list[int] = cells["token"].tolist()
         self._memory.add(prompt, tokens)
         return DrawnAnswer(tokens, cells["logprob"].tolist(), "stop" if answer.finish == "stop" else "length")
+
+    def _check(self, packed: bytes) -> None:
+        """Raise where the manager would refuse the call: that would cost all other episodes here their host."""
+        if len(packed) > _MAX_CALL_BYTES:
+            raise NoRoom(f"{len(packed) // 4} new tokens in one call; expected at most {_MAX_CALL_BYTES // 4}")
+        if packed and (why := columns.why_no_ids(columns.view_tokens(packed), self._vocabulary)):
+            raise EpisodeFailed(f"a prompt with {why}")
 
     @property
     def _key(self) -> tuple[int, int]:
@@ -148,6 +163,7 @@ class HostAgent:
         self._patience = Patience(options.give_up_after_s)
         self._waits = pauses()
         self._failures = Repeats()
+        self._pace = CallPace()
 
     # Life
 
@@ -275,6 +291,12 @@ class HostAgent:
                 if self._welcomed:
                     await socket.send_bytes(frames.encode(host_frames.HostReport(len(self._playing))))
 
+    async def wait_for_pace(self) -> None:
+        """Wait until another call is no flood."""
+        wait_s = self._pace.wait_s(time.monotonic(), len(self._playing))
+        if wait_s > 0.0:
+            await asyncio.sleep(wait_s)
+
     async def send(self, frame: host_frames.FromHost) -> None:
         """Send a frame now; without a connection, the next one begins with all that is open."""
         if self._socket is None or self._socket.closed or not self._welcomed:
@@ -296,7 +318,7 @@ class HostAgent:
         match frame:
             case host_frames.Play():
                 for order in frame.episodes:
-                    self._begin(order, frame.max_context)
+                    self._begin(order, frame)
             case host_frames.CallAnswer():
                 found = self._playing.get(HeldEpisode(frame.sample, frame.attempt))
                 if found is not None:
@@ -315,12 +337,12 @@ class HostAgent:
         await self.send(frames.Goodbye(release.why))
         raise HostOver(release.why, ok=not release.in_anger)
 
-    def _begin(self, order: host_frames.EpisodeOrder, max_context: int) -> None:
+    def _begin(self, order: host_frames.EpisodeOrder, play: host_frames.Play) -> None:
         key = HeldEpisode(order.sample, order.attempt)
         if key in self._playing or key in self._ended:
             return  # said twice
         try:
-            episode = PlayedEpisode(self, order, max_context)
+            episode = PlayedEpisode(self, order, play)
         except msgspec.DecodeError as error:
             self._end(key, _failed(key, 0, f"its task is not a row of JSON: {error}"))
             return
@@ -331,8 +353,8 @@ class HostAgent:
         try:
             end = await self._environment.play(episode)
             frame = host_frames.EndEpisode(
-                *(key.sample, key.attempt, "scored", episode.num_calls, float(end.reward)),
-                _with_turns(end),
+                *(key.sample, key.attempt, "scored", episode.num_calls, finite(end.reward, "the reward")),
+                _with_turns(structs.replace(end, parts=checked_parts(end.parts))),
                 end.why[:300],
             )
         except EpisodeFailed as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from polyrl.config.model_dir import read_facts
 from polyrl.errors import PolyrlError, UserError
 from polyrl.hosts.episode import DrawnAnswer, NoRoom
+from polyrl.hosts.tools import whole_text
 
 if TYPE_CHECKING:
     from polyrl.data.chat_template import ChatTemplate
@@ -59,11 +60,14 @@ class ModelText:
         self.name = name
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the tokens, with those that the tokenizer puts around a text if `special`. Raises NoRoom."""
+        """Return the tokens, with those that the tokenizer puts around a text if `special`. Raises NoRoom.
+
+        Halves of characters, as names of files can have them, are read as marks of what cannot be shown.
+        """
         context = _LONG_CONTEXT if self.max_context is None else self.max_context
         if len(text) > context * _BYTES_PER_TOKEN:
             raise NoRoom(f"a text of {len(text)} characters; the context is {context} tokens long")
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return self._tokenizer.encode_batch_fast([whole_text(text)], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text, with that of special tokens if `special`."""
