@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = WantedEnvironment(name, settings, args.model, args.turns, chat_options)
     if verb == "try":
         return _try(args, wanted)
-    own_name = _default_name() if args.name is None else args.name
+    own_name = dialing.default_name("host") if args.name is None else args.name
     if verb == "play":
         _check_host(args, own_name)
     level = logging.WARNING if args.quiet or verb == "check" else logging.INFO
@@ -202,11 +201,6 @@ def _check_host(args: argparse.Namespace, name: str) -> None:
         raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
     if args.join is None:
         raise UserError("--join: missing; expected the manager's address, for example http://HOST:5000")
-
-
-def _default_name() -> str:
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:48]
-    return f"{host or 'host'}-{os.getpid()}"
 
 
 async def _play(args: argparse.Namespace, name: str, wanted: "WantedEnvironment") -> int:
