@@ -68,6 +68,10 @@ class Tasks(Protocol):
         """Raises as `score`."""
         ...
 
+    def held_out(self, name: str) -> list[tuple[int, bytes]]:
+        """Return the numbers and rows of a validation set's tasks, whose episodes are played."""
+        ...
+
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when nothing can be trained."""
         ...
@@ -164,6 +168,12 @@ class RecipeTasks:
             with contextlib.suppress(RewardUnavailable):
                 return (await self._score(domain, name, prompt, answer, finish)).score
         return (await self._score(domain, name, prompt, answer, finish)).score
+
+    def held_out(self, name: str) -> list[tuple[int, bytes]]:
+        source = self._domains[self._domain_of(name)].validation[name]
+        first = source.first if isinstance(source, EnvironmentSource) else 0
+        rows = source.row if isinstance(source, EnvironmentSource) else lambda _: b""
+        return [(first + number, rows(number)) for number in range(source.num_prompts)]
 
     def read(self, domain: int, prompt: int) -> tuple[Task, str]:
         """Return a task to train on, and its prompt as the model sees it."""
