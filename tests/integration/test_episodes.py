@@ -11,8 +11,9 @@ import pytest
 from tests.integration.live import MODEL, Live, honest_worker, manager, play_round, run, trainer, until
 
 from polyrl.client import Group, Prompt
-from polyrl.hosts.agent import HostAgent, HostOptions, PlayedEpisode
+from polyrl.hosts.agent import HostAgent, HostOptions
 from polyrl.hosts.episode import CallLimits, Episode, EpisodeEnd, EpisodeFailed, NoRoom
+from polyrl.hosts.played import PlayedEpisode
 from polyrl.ids import HostName
 from polyrl.scheduling.core.parameters import (
     DomainData,

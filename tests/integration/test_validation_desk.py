@@ -19,7 +19,7 @@ from polyrl.wire.control import AnswerRules
 from polyrl.wire.dial import Dialer
 from polyrl.wire.host_frames import MakeCall
 
-TOKEN = "a token of the run's hosts"
+TOKEN = "a-token-of-the-hosts"
 TASKS = [HeldOutTask(100 + number, 7, number, b'{"number": 3}') for number in range(6)]
 RULES = EnvironmentRules(turn_timeout_s=2.0, host_timeout_s=5.0, timeout_reward=-1.0)
 

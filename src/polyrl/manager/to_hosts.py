@@ -56,7 +56,9 @@ def play(run: Run, session: HostSession, sample: SampleId, attempt: int) -> None
     seed = mix64(run.desk.config.seed, group.domain, group.prompt, group.epoch) >> 1
     order = host_frames.EpisodeOrder(sample, attempt, group.prompt, seed, prompt.task)
     max_context = 0 if rules is None else rules.max_context
-    session.say(host_frames.Play((order,), max_context, run.desk.max_new_tokens, run.vocabulary.size))
+    turn_timeout_s = run.desk.config.environments.turn_timeout_s
+    size, most = run.vocabulary.size, run.desk.max_new_tokens
+    session.say(host_frames.Play((order,), max_context, most, size, turn_timeout_s))
 
 
 def play_waiting(run: Run, group: GroupId) -> None:

@@ -176,8 +176,9 @@ class ValidationDesk:
         playing.begin()
         limits, task = self._limits, playing.task
         order = host_frames.EpisodeOrder(playing.number, playing.attempt, task.number, task.seed, task.row)
-        answers = limits.answers
-        await self._say(host_frames.Play((order,), answers.max_context, limits.max_new_tokens, answers.vocab))
+        context, vocab = limits.answers.max_context, limits.answers.vocab
+        turn_s = limits.rules.turn_timeout_s
+        await self._say(host_frames.Play((order,), context, limits.max_new_tokens, vocab, turn_s))
 
     async def _look_at_the_time(self, playing: _Playing) -> None:
         rules, now = self._limits.rules, time.monotonic()

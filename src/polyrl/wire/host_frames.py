@@ -125,6 +125,8 @@ class Play(Frame, frozen=True, tag="play"):
     """Drawn tokens that an episode may have."""
     vocabulary: int = ANY_ID
     """Token ids are below it."""
+    turn_timeout_s: float = 600.0
+    """An environment that takes longer after an answer is over its time."""
 
 
 class CallAnswer(Frame, frozen=True, tag="answer"):
