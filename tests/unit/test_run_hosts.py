@@ -161,3 +161,15 @@ def test_processes_that_an_environment_starts_find_the_modules_beside_it(tmp_pat
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert '"num_tasks": 3' in done.stdout.replace('":3', '": 3')
+
+
+def test_the_last_failure_of_an_episode_is_found_in_the_logs_of_the_runs_hosts(tmp_path: Path):
+    assert hosts.last_failure(tmp_path) == ""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "host-0.log").write_text(
+        "12:00 polyrl.hosts joined http://x as host-0\n"
+        "12:01 polyrl.hosts episode 3/0-1 failed after 0.0 s: the disk is full\n"
+        "12:02 polyrl.hosts episode 3/1-1 failed after 0.1 s: the database is down (10 times by now)\n"
+        "host host-0: left: the run is over\n"
+    )
+    assert hosts.last_failure(tmp_path) == "episodes failed, the last one: the database is down (10 times by now)"

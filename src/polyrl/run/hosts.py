@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -39,6 +40,8 @@ _LOOK_EVERY_S = 0.5
 _QUICK_S = 20.0
 _MAX_QUICK_ENDS = 5
 """A host that ends this often within `_QUICK_S` of its start is not started again."""
+_FAILED = re.compile(r"polyrl\.hosts episode \S+ failed after [\d.]+ s: (.*)")
+_END_OF_LOG_BYTES = 1 << 16
 _HUNG_FACTOR = 3.0
 """A host that is not heard of for so many times `host_timeout_s` hangs, and is killed."""
 
@@ -159,6 +162,16 @@ def join_commands_of(run_dir: Path) -> list[str]:
     """Return the commands that start another host of a run; none if it is not known here, or has no environment."""
     found = recipe_and_url(run_dir)
     return [] if found is None else join_commands(found[0], run_dir, found[1])
+
+
+def last_failure(run_dir: Path) -> str:
+    """Return why an episode failed last, by the logs of the run's own hosts; empty if none says so."""
+    found: list[str] = []
+    for file in sorted((run_dir / "logs").glob("host-*.log")):
+        with file.open("rb") as lines:
+            lines.seek(max(0, file.stat().st_size - _END_OF_LOG_BYTES))
+            found += _FAILED.findall(lines.read().decode(errors="replace"))
+    return f"episodes failed, the last one: {found[-1]}" if found else ""
 
 
 class HostProcess:

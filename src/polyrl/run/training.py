@@ -215,4 +215,8 @@ class Training:
                 return await loop.run()
             return await loop.run(self._first_step, point.last, is_told=point.is_told)
         except NothingCameError as error:
-            raise UserError(self._tasks.why_none_scored() or str(error)) from error
+            raise UserError(self._tasks.why_none_scored() or self._why_nothing_came(error)) from error
+
+    def _why_nothing_came(self, error: NothingCameError) -> str:
+        failure = hosts.last_failure(self._run_dir)
+        return f"{failure}. {error}" if failure else str(error)
