@@ -377,3 +377,27 @@ def test_a_body_beyond_the_bound_and_an_unknown_route_are_refused():
         return [status for status, _ in found]
 
     assert at_a_desk(act) == [413, 404]
+
+
+def test_halves_of_characters_in_a_request_are_read_as_marks():
+    async def act(desk: Desk) -> None:
+        body = {"messages": [{"role": "user", "content": "a \ud800 \U0001f600 \\ud800"}], "return_token_ids": True}
+        status, reply = await desk.post("/v1/chat/completions", body, X_Session_ID="trace-1")
+        assert status == 200
+        shown = TEXT.decode(reply["choices"][0]["prompt_token_ids"])
+        assert "a \ufffd \U0001f600 \\ud800" in shown
+
+    at_a_desk(act)
+
+
+def test_a_request_that_nothing_foresaw_leaves_the_episode_without_a_reward():
+    async def act(desk: Desk) -> None:
+        status, reply = await desk.generate([5])
+        assert (status, "ValueError: no such thing" in reply["error"]["message"]) == (400, True)
+        with pytest.raises(EpisodeFailed, match="its last request was not answered: ValueError"):
+            desk.opened.check()
+
+    def fail(prompt: str) -> str:
+        raise ValueError("no such thing")
+
+    at_a_desk(act, answers=fail)

@@ -1,6 +1,7 @@
 """Tool calls in what models write, good and bad."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -97,3 +98,35 @@ def test_the_family_is_known_from_the_template():
 def test_a_text_ends_before_its_first_stop_string():
     assert before_stop("a\nb;c", (";", "\n")) == "a"
     assert before_stop("abc", ()) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("mistral", "[TOOL_CALLS]a" + " " * 4000 + "x"),
+        ("xml", "<tool_call>" + "<function=" * 20_000),
+        ("xml", "<tool_call><function=a>" + "<parameter=" * 20_000),
+        ("hermes", '<tool_call>{"name"' + " " * 40_000),
+        ("llama", "{" + ";" * 40_000 + " " * 40_000),
+    ],
+)
+def test_a_long_answer_without_sense_is_read_in_no_time(family: ToolFamily, said: str):
+    """The first of these took two minutes, in which the host said nothing to anybody."""
+    began = time.process_time()
+    read_answer(said, family)
+    assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize("family", ["hermes", "xml"])
+def test_halves_of_characters_in_a_call_can_be_sent_on(family: ToolFamily):
+    said = '<tool_call>{"name": "add\\ud800", "arguments": {"a": "\\udfff", "b": "\\ud83d\\ude00"}}</tool_call>'
+    (call,) = read_answer(said, family).calls
+    assert call.name == "add\ufffd"
+    assert json.loads(call.arguments.encode()) == {"a": "\udfff", "b": "\U0001f600"}
+
+
+def test_a_call_that_nests_as_deep_as_can_be_read_does_not_raise():
+    for depth in range(900, 1010):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        read_answer(f'<tool_call>{{"name": "f", "arguments": {nested}}}</tool_call>', "hermes")
+        read_answer(f"<tool_call><function=f><parameter=a>{nested}</parameter></function></tool_call>", "xml")

@@ -84,5 +84,6 @@ def test_the_recipe_of_the_guide_can_be_read():
     from polyrl.config import build
     from polyrl.config.recipe import Recipe
 
-    (recipe,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert build(tomllib.loads(recipe), Recipe).data.environment == "textarena"
+    recipe, validated = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL))
+    assert build(recipe, Recipe).data.environment == "textarena"
+    assert build({**recipe, **validated}, Recipe).validates

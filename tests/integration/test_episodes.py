@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
 from tests.integration.live import MODEL, Live, honest_worker, manager, play_round, run, trainer, until
 
 from polyrl.client import Group, Prompt
-from polyrl.hosts.agent import HostAgent, HostOptions, PlayedEpisode
+from polyrl.hosts.agent import HostAgent, HostOptions
 from polyrl.hosts.episode import CallLimits, Episode, EpisodeEnd, EpisodeFailed, NoRoom
+from polyrl.hosts.played import PlayedEpisode
 from polyrl.ids import HostName
 from polyrl.scheduling.core.parameters import (
     DomainData,
@@ -278,3 +280,101 @@ def test_an_environment_that_never_answers_is_scored_when_its_time_is_up(tmp_pat
             assert live.service.lobby.need_run().scheduler.ledger.episodes_ended == {"timed_out": 8}
 
     run(scenario(), 60.0)
+
+
+def test_an_environment_that_asks_otherwise_after_its_host_died_in_a_call_without_a_token_is_answered(tmp_path):
+    class Other(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            answer = await episode.call([30, 31], CallLimits(max_tokens=20))
+            return EpisodeEnd(reward=float(len(answer.tokens)))
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+        ):
+            await fleet.publish(0)
+            round_ = asyncio.create_task(play_round(fleet, 0))
+            desk = live.service.lobby.need_run().desk
+
+            def num_waiting(attempt: int) -> int:
+                return sum(one.state == "waiting" and one.attempt == attempt for one in desk.samples.values())
+
+            async with host(live, EchoEnvironment(), "mortal"):
+                await until(lambda: num_waiting(1) == 8, "all have called")
+            async with host(live, Other(), "second"):
+                await until(lambda: num_waiting(2) == 8, "all have called again")
+                async with honest_worker(live):
+                    groups = await round_
+            samples = [sample for group in groups for sample in group.samples]
+            assert all([call.prompt.tolist() for call in one.calls] == [[30, 31]] for one in samples)
+            assert all(one.reward == len(one.tokens) for one in samples)
+            assert desk.ledger.episodes_ended == {"scored": 8}
+
+    run(scenario(), 60.0)
+
+
+BAD: dict[str, Callable[[Episode], object]] = {
+    "a token beyond the vocabulary": lambda one: one.call([5, 10**6], CallLimits(max_tokens=5)),
+    "a token below 0": lambda one: one.call([-1], CallLimits(max_tokens=5)),
+    "too many stop strings": lambda one: one.call([5], CallLimits(5, (), ("x",) * 99)),
+    "a stop string that is empty": lambda one: one.call([5], CallLimits(5, (), ("",))),
+    "no tokens wanted": lambda one: one.call([5], CallLimits(-4)),
+    "a reward beyond all": lambda one: EpisodeEnd(reward=1e300),
+    "a part beyond all": lambda one: EpisodeEnd(reward=1.0, parts={"x": 1e300}),
+    "a part with a strange name": lambda one: EpisodeEnd(reward=1.0, parts={"a\nb": 1.0}),
+}
+
+
+@pytest.mark.parametrize("way", BAD)
+def test_what_an_environment_says_that_no_manager_takes_fails_its_own_episode_alone(tmp_path, way):
+    class Mixed(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            assert isinstance(episode, PlayedEpisode)
+            if episode.key.sample % 4 != 1:
+                return await super().play(episode)
+            await episode.call([5, 6], CallLimits(max_tokens=5))
+            made = BAD[way](episode)
+            if isinstance(made, EpisodeEnd):
+                return made
+            await made  # type: ignore[misc]
+            return EpisodeEnd(reward=1.0)
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, Mixed()),
+        ):
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert [len(group.samples) for group in groups] == [3, 3]
+            assert live.service.lobby.need_run().scheduler.ledger.hosts[HostName("h0")].num_joins == 1
+            assert not sum(live.service.lobby.refused.values())
+
+    run(scenario(), 60.0)
+
+
+def test_a_harness_that_asks_in_a_loop_for_what_it_is_refused_costs_nobody_the_host(tmp_path):
+    class Stubborn(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            said = [5, 6, 7, *(await episode.call([5, 6, 7], CallLimits(max_tokens=256))).tokens]
+            for _ in range(1000):
+                with contextlib.suppress(NoRoom):
+                    said += (await episode.call(said, CallLimits(max_tokens=256))).tokens
+            return EpisodeEnd(reward=1.0)
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, Stubborn()),
+        ):
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert [len(group.samples) for group in groups] == [4, 4]
+            assert not live.service.lobby.refused["flood"]
+
+    run(scenario(), 120.0)

@@ -278,3 +278,47 @@ def test_the_name_of_a_connected_host_is_not_given_to_another(tmp_path):
             assert await asyncio.to_thread(ask) == 423
 
     run(scenario())
+
+
+def test_a_call_that_is_made_again_with_another_prompt_is_refused(tmp_path):
+    """Otherwise each would be drawn, journalled and thrown away, for ever."""
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+        ):
+            await fleet.publish(0)
+            round_ = asyncio.create_task(play_round(fleet, 0))
+            async with liar(live) as peer:
+                await until(lambda: bool(peer.played), "it has an episode")
+                order = peer.played[0]
+                await peer.say(call(order))
+                calls = live.service.lobby.need_run().payload.tokens_of(order.sample).calls  # type: ignore[arg-type]
+                await until(lambda: bool(calls) and calls[0].end >= 0, "its call is answered")
+                await peer.say(call(order, ids=[8, 9]))
+                await until(lambda: peer.release is not None, "it is refused")
+                assert peer.release is not None and "was made with another prompt" in peer.release.why
+            async with host(live, EchoEnvironment()):
+                check(await round_)
+
+    run(scenario(), 60.0)
+
+
+def test_parts_of_a_reward_become_no_metric_of_any_name(tmp_path):
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+        ):
+            await fleet.publish(0)
+            round_ = asyncio.create_task(play_round(fleet, 0))
+            async with liar(live) as peer:
+                await until(lambda: bool(peer.played), "it has an episode")
+                order = peer.played[0]
+                await peer.say(EndEpisode(order.sample, order.attempt, "scored", 0, 1.0, {"a\nb": 1.0}))
+                await until(lambda: peer.release is not None, "it is refused")
+            round_.cancel()
+
+    run(scenario(), 60.0)

@@ -8,7 +8,9 @@ from tests.trainer.episodes import ORIGIN, Played, delivered, group_of
 
 from polyrl.client import Group
 from polyrl.trainer.batch import TrainSegment, check_samples
+from polyrl.trainer.reports import make_report
 from polyrl.trainer.sequences import TrainingSequence, make_sequences, train_samples
+from polyrl.trainer.step import StepStats
 from polyrl.wire.frames import Segment
 
 P, A, B, C = [1, 2, 3], [10, 11], [20], [30, 31, 32]
@@ -141,3 +143,11 @@ def test_an_episode_in_which_nothing_was_drawn_is_left_out_of_its_group():
     group = Group(0, 0, (nothing, nothing._replace(calls=()), delivered(Played([(P, A)]))), ORIGIN)
     (one,) = train_samples(group, lambda: np.array(P, np.int32))
     assert one.answer.tolist() == A
+
+
+def test_a_report_counts_the_training_sequences_of_episodes_that_branch():
+    branched = Played([([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 6], [7])])  # the last forks from the first
+    straight = Played([([1, 2], [3]), ([1, 2, 3, 4], [5])])
+    groups = [group_of([branched, straight])]
+    report = make_report(StepStats(0, None, {}), [groups], {}, [], {})  # type: ignore[arg-type]
+    assert (report.num_sequences, len(report.rewards)) == (3, 2)

@@ -280,7 +280,15 @@ def test_servers_that_keep_caches_over_installs_are_refused_for_episodes():
     ("data", "line"),
     [
         ({"environment": "calculator", "reward": "math"}, "data.reward: the environment gives the reward"),
-        ({"environment": "calculator", "validation": "more.jsonl"}, "data.validation: episodes of an environment"),
+        (
+            {"environment": "calculator", "validation": "more.jsonl"},
+            "data.validation: the environment brings its tasks",
+        ),
+        (
+            {"environment": "calculator", "source": "a.jsonl", "validation": "held-out"},
+            'data.validation: "held-out" is for tasks that an environment brings',
+        ),
+        ({"environment": "calculator", "validation_args": {"largest": 3}}, "data.validation_args: is for a source"),
         ({"environment": "calculator", "source": "arithmetic"}, 'data.source: "arithmetic" has prompts of its own'),
         ({"source": "a.jsonl", "environment_args": {"size": 3}}, "data.environment_args: is for data.environment"),
         ({}, "data.source: missing"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.serving import byte_tokenizer
 
 from polyrl.client import Fleet
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
+from polyrl.data.sources import EnvironmentSource, open_validation
 from polyrl.errors import UserError
 from polyrl.run import hosts, left_behind
 from polyrl.run.hosts import HostProcess
@@ -101,6 +104,48 @@ def test_processes_that_a_killed_host_left_behind_in_sessions_of_their_own_are_e
         other.wait()
 
 
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"num_prompts": 12}, ""),
+        ({}, "validation.num_prompts: 4, and the environment few:Few has 16 tasks, of which 16 are trained on"),
+        ({"num_prompts": 13}, "validation.num_prompts: 4, and the environment few:Few has 16 tasks, of which 13 are"),
+        ({"validation_args": {"num": 4}}, ""),
+        (
+            {"validation_args": {"num": 3}},
+            "validation.num_prompts: 4, and the environment few:Few has 3 tasks; expected",
+        ),
+    ],
+)
+def test_tasks_of_validation_are_there_and_are_not_trained_on(tmp_path: Path, data: dict[str, Any], line: str):
+    (tmp_path / "few.py").write_text(
+        "class Few:\n"
+        "    def __init__(self, num: int = 16):\n"
+        "        self.num_tasks = num\n"
+        "    def play(self, base_url, task, seed):\n"
+        "        return 1.0\n"
+    )
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tree = {
+        "name": "r",
+        "model": {"path": str(tmp_path)},
+        "modules": str(tmp_path),
+        "data": {"environment": "few:Few", "validation": "held-out", "prompts_per_step": 4, **data},
+        "validation": {"num_prompts": 4},
+    }
+    recipe = build(tree, Recipe)
+    if line:
+        with pytest.raises(UserError, match=re.escape(line)):
+            hosts.check(recipe)
+        return
+    domain = hosts.check(recipe).data.all_domains[0]
+    source = open_validation(
+        "held-out", domain, cast(Any, None), num_prompts=4, max_tokens=None, needs_answer=False, key="data"
+    )
+    assert isinstance(source, EnvironmentSource)
+    assert (source.first, source.num_prompts) == (0 if "validation_args" in data else 12, 4)
+
+
 def test_processes_that_an_environment_starts_find_the_modules_beside_it(tmp_path: Path):
     (tmp_path / "beside.py").write_text("")
     (tmp_path / "served.py").write_text(
@@ -116,3 +161,15 @@ def test_processes_that_an_environment_starts_find_the_modules_beside_it(tmp_pat
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert '"num_tasks": 3' in done.stdout.replace('":3', '": 3')
+
+
+def test_the_last_failure_of_an_episode_is_found_in_the_logs_of_the_runs_hosts(tmp_path: Path):
+    assert hosts.last_failure(tmp_path) == ""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "host-0.log").write_text(
+        "12:00 polyrl.hosts joined http://x as host-0\n"
+        "12:01 polyrl.hosts episode 3/0-1 failed after 0.0 s: the disk is full\n"
+        "12:02 polyrl.hosts episode 3/1-1 failed after 0.1 s: the database is down (10 times by now)\n"
+        "host host-0: left: the run is over\n"
+    )
+    assert hosts.last_failure(tmp_path) == "episodes failed, the last one: the database is down (10 times by now)"

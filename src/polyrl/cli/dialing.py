@@ -3,6 +3,9 @@
 import argparse
 import asyncio
 import json
+import os
+import re
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -33,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_credentials(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", metavar="FILE", help="a file with the token; default: POLYRL_TOKEN")
     parser.add_argument("--ca", metavar="FILE", help="certificates that https is checked against (PEM)")
+
+
+def default_name(kind: str) -> str:
+    """Return a name that a peer of this machine has alone: its host and process."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:48]
+    return f"{host or kind}-{os.getpid()}"
 
 
 def dialer(args: argparse.Namespace) -> "Dialer":

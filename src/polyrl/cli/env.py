@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from polyrl.cli import dialing
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
+    from polyrl.hosts.agent import HostOver
     from polyrl.hosts.life import WantedEnvironment
 
 EXAMPLES = """\
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = WantedEnvironment(name, settings, args.model, args.turns, chat_options)
     if verb == "try":
         return _try(args, wanted)
-    own_name = _default_name() if args.name is None else args.name
+    own_name = dialing.default_name("host") if args.name is None else args.name
     if verb == "play":
         _check_host(args, own_name)
     level = logging.WARNING if args.quiet or verb == "check" else logging.INFO
@@ -204,13 +204,9 @@ def _check_host(args: argparse.Namespace, name: str) -> None:
         raise UserError("--join: missing; expected the manager's address, for example http://HOST:5000")
 
 
-def _default_name() -> str:
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:48]
-    return f"{host or 'host'}-{os.getpid()}"
-
-
 async def _play(args: argparse.Namespace, name: str, wanted: "WantedEnvironment") -> int:
     from polyrl.hosts.agent import HostAgent, HostOptions
+    from polyrl.hosts.beside import run_beside
     from polyrl.hosts.life import opened
 
     dialer = dialing.dialer_to(args.join, args.token_file, args.ca)
@@ -221,12 +217,20 @@ async def _play(args: argparse.Namespace, name: str, wanted: "WantedEnvironment"
         price_usd_per_hour=args.price,
         drain_deadline_s=args.drain_deadline,
     )
+    loop = asyncio.get_running_loop()
     async with opened(wanted) as environment:
-        agent = HostAgent(environment, dialer, options)
-        loop = asyncio.get_running_loop()
+        agent = HostAgent(environment, dialer, options, loop)
         loop.add_signal_handler(signal.SIGTERM, agent.drain, "SIGTERM")
         loop.add_signal_handler(signal.SIGINT, agent.drain, "Ctrl+C")
-        over = await agent.run()
+
+        async def live() -> "HostOver":
+            over = await agent.run()
+            if agent.is_stuck:  # the loop of this process never comes back
+                print(f"polyrl: error: host {name}: {over}", file=sys.stderr, flush=True)
+                os._exit(EXIT_LEFT_BADLY)
+            return over
+
+        over = await run_beside(live)
     if over.ok:
         print(f"host {name}: left: {over}", flush=True)
         return 0

@@ -4,10 +4,8 @@ import argparse
 import asyncio
 import logging
 import math
-import os
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from polyrl.run.event_loop import run_loop
 
-    name = _default_name() if args.name is None else args.name
+    name = dialing.default_name("worker") if args.name is None else args.name
     _check_options(args, name)
     level = logging.WARNING if args.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
@@ -157,11 +155,6 @@ def _check_options(args: argparse.Namespace, name: str) -> None:
         if is_encrypted:
             raise UserError("--relay-on: over https, weights come from the trainer alone; leave it out")
         listening_addresses(args.relay_on, key="--relay-on")
-
-
-def _default_name() -> str:
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:48]
-    return f"{host or 'worker'}-{os.getpid()}"
 
 
 def _engine(args: argparse.Namespace) -> "Engine":

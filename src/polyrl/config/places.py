@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from msgspec.structs import replace
 
 from polyrl.config.plugins import is_own
-from polyrl.config.recipe import ARITHMETIC, DomainFields, Recipe
+from polyrl.config.recipe import ARITHMETIC, HELD_OUT, DomainFields, Recipe
 from polyrl.errors import ConfigError, one_line
 
 RepoKind = Literal["model", "dataset"]
@@ -52,7 +52,7 @@ def local_data(place: str, key: str, fetch: FetchFiles = download) -> str:
     """A file or a directory here, and its split. Raises ConfigError as `local_model`."""
     path, sign, split = place.partition("#")
     found = _NAME.fullmatch(path)
-    if found is None or path == ARITHMETIC or _is_here(path) or path.endswith(_DATA_SUFFIXES):
+    if found is None or path in (ARITHMETIC, HELD_OUT) or _is_here(path) or path.endswith(_DATA_SUFFIXES):
         return place
     below = found["below"].lstrip("/")
     patterns = [f"{below}/*" if below else f"*{suffix}" for suffix in _DATA_SUFFIXES]
@@ -76,7 +76,7 @@ def with_whole_paths(recipe: Recipe) -> Recipe:
     whole = _with_places(
         recipe,
         lambda path, _: _whole(path),
-        lambda place, _: place if place == ARITHMETIC or is_own(place) else _whole(place),
+        lambda place, _: place if place in (ARITHMETIC, HELD_OUT) or is_own(place) else _whole(place),
     )
     return replace(whole, modules=_whole(recipe.modules), manager=replace(manager, **files))
 

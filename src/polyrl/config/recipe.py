@@ -36,6 +36,8 @@ FloatTokens = Annotated[float, Meta(ge=1, le=1e9)]
 
 ARITHMETIC = "arithmetic"
 """The data source, and the reward, that ship with the package."""
+HELD_OUT = "held-out"
+"""The tasks of an environment that are not trained on."""
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of a group with each other."""
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"]
@@ -366,9 +368,11 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
-    its own split, others have none."""
+    its own split, others have none. With an environment: rows like those of `source`; or "held-out", its tasks after
+    the first `num_prompts`, which are trained on."""
     validation_args: dict[str, Any] = {}
-    """Keyword arguments of sources of your own that `validation` names."""
+    """Keyword arguments of sources of your own that `validation` names. With "held-out": of the environment, over
+    `environment_args`; validation then has its first tasks, so that a seed or a split in them must differ."""
     prompt_key: str = "prompt"
     """The column with the prompt, or with a list of chat messages; `a.b` is column b within column a."""
     answer_key: str = "answer"
@@ -400,7 +404,7 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.source_args and not is_own(self.source or ""):
             raise ValueError(f'source_args: is for a source of your own, not for "{self.source}"')
         places = self.validation.values() if isinstance(self.validation, dict) else (self.validation or "",)
-        if self.validation_args and not any(map(is_own, places)):
+        if self.validation_args and not any(is_own(one) or (self.environment and one == HELD_OUT) for one in places):
             raise ValueError("validation_args: is for a source of your own, and data.validation names none")
         if not self.reward and self.reward is not None:
             raise ValueError("reward: got none, expected arithmetic, math, code or module:function")
@@ -422,8 +426,11 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError('source: "arithmetic" has prompts of its own; an environment wants rows, or none')
         if self.reward is not None:
             raise ValueError("reward: the environment gives the reward; leave it out")
-        if self.validation is not None:
-            raise ValueError("validation: episodes of an environment are not validated; leave it out")
+        places = self.validation.values() if isinstance(self.validation, dict) else (self.validation,)
+        if self.source and HELD_OUT in places:
+            raise ValueError(f'validation: "{HELD_OUT}" is for tasks that an environment brings; expected rows')
+        if not self.source and any(one not in (None, HELD_OUT) for one in places):
+            raise ValueError(f'validation: the environment brings its tasks; expected "{HELD_OUT}"')
 
 
 class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ import blake3
 import numpy as np
 from msgspec import json, structs
 
-from polyrl.config.recipe import ARITHMETIC, DomainSection
+from polyrl.config.recipe import ARITHMETIC, HELD_OUT, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
 from polyrl.data.prompts import NeedsAnswer, Task, read_tasks, to_task
 from polyrl.data.rows import DataError, Row, read_rows
@@ -160,7 +160,9 @@ class ArithmeticSource:
 class EnvironmentSource:
     """The tasks of an environment: rows of the recipe's data, or a number of tasks that the environment brings."""
 
-    def __init__(self, num_tasks: int, rows: Iterable[Row] | None = None) -> None:
+    def __init__(self, num_tasks: int, rows: Iterable[Row] | None = None, first: int = 0) -> None:
+        """`first` is the number of its first task, among those of the environment."""
+        self.first = first
         self._rows = None if rows is None else [json.encode(row.fields) for row in rows]
         self._num_tasks = num_tasks if self._rows is None else len(self._rows)
 
@@ -232,6 +234,11 @@ def open_validation(
     key: str,
 ) -> Source:
     """Open a set that a domain is validated on: the first `num_prompts`, the same in every run."""
+    if domain.environment:
+        if place == HELD_OUT:
+            trained = 0 if domain.validation_args else domain.num_prompts or NUM_TASKS
+            return EnvironmentSource(num_prompts, first=trained)
+        return EnvironmentSource(0, read_rows(place, num_prompts, domain.validation_args, key))
     if place == ARITHMETIC:
         num_prompts = min(num_prompts, NUM_VALIDATION)
         return ArithmeticSource(

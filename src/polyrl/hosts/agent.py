@@ -13,35 +13,38 @@ exception of an environment is the failure of its episode, and of no other.
 import asyncio
 import contextlib
 import logging
+import math
+import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Coroutine
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
+from msgspec import structs
 
 from polyrl.errors import UserError, one_line
-from polyrl.hosts.calls import CallMemory
+from polyrl.hosts.beside import LoopWatch, run_in
 from polyrl.hosts.episode import (
-    CallLimits,
-    DrawnAnswer,
-    Episode,
     EpisodeEnd,
     EpisodeFailed,
-    NoRoom,
     PlayedEnvironment,
+    checked_parts,
+    finite,
 )
-from polyrl.ids import SampleId, show_sample
+from polyrl.hosts.pace import CallPace
+from polyrl.hosts.played import PlayedEpisode
 from polyrl.telemetry.repeats import Repeats
-from polyrl.wire import columns, frames, host_frames
+from polyrl.wire import frames, host_frames
 from polyrl.wire.control import HostJoinReply, HostJoinRequest
 from polyrl.wire.dial import Dialer, NameTaken, Patience, SessionOver, Unreachable, pauses
 from polyrl.wire.host_frames import HeldEpisode
 
 log = logging.getLogger("polyrl.hosts")
 
+Result = TypeVar("Result")
+
 _WELCOME_S = 10.0
-_NO_CONTEXT = 1 << 31
 
 
 class HostOptions(NamedTuple):
@@ -57,6 +60,8 @@ class HostOptions(NamedTuple):
     """How long another host may hold our name: one that died is given up sooner."""
     drain_deadline_s: float = 600.0
     """After a signal, episodes may go on for so long."""
+    stuck_limit_s: float = 60.0
+    """An environment that blocks its loop for so long, or for half of the run's `turn_timeout_s`, ends the process."""
 
 
 class HostOver(Exception):
@@ -67,73 +72,20 @@ class HostOver(Exception):
         self.ok = ok
 
 
-class PlayedEpisode(Episode):
-    """An attempt at an episode that the manager gave us. Its calls go to the manager."""
-
-    def __init__(self, agent: "HostAgent", order: host_frames.EpisodeOrder, max_context: int) -> None:
-        super().__init__(
-            f"{show_sample(SampleId(order.sample))}-{order.attempt}",
-            index=order.index,
-            seed=order.seed,
-            max_context=max_context or _NO_CONTEXT,
-            task=_task(order.task),
-            attempt=order.attempt - 1,
-        )
-        self.key = HeldEpisode(order.sample, order.attempt)
-        self._agent = agent
-        self._memory = CallMemory()
-        self.open_call: host_frames.MakeCall | None = None
-        self._answer: asyncio.Future[host_frames.CallAnswer] | None = None
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that were answered."""
-        return self._memory.num_calls
-
-    async def draw(self, prompt: Sequence[int], limits: CallLimits) -> DrawnAnswer:
-        number = self._memory.num_calls
-        if number >= host_frames.MAX_CALLS:
-            raise NoRoom(f"an episode of {number} calls; expected at most {host_frames.MAX_CALLS}")
-        grown = self._memory.grow(prompt)
-        packed = columns.pack_tokens(grown.tokens)
-        call = host_frames.MakeCall(
-            *(*self._key, number, grown.base, grown.kept, packed),
-            limits.max_tokens or 0,
-            limits.stop_ids,
-            limits.stop,
-        )
-        self._answer = asyncio.get_running_loop().create_future()
-        self.open_call = call
-        try:
-            await self._agent.send(call)
-            answer = await self._answer
-        finally:
-            self.open_call = self._answer = None
-        if answer.no_room:
-            raise NoRoom(answer.no_room)
-        cells = columns.view_cells(answer.cells)
-        tokens: list[int] = cells["token"].tolist()
-        self._memory.add(prompt, tokens)
-        return DrawnAnswer(tokens, cells["logprob"].tolist(), "stop" if answer.finish == "stop" else "length")
-
-    @property
-    def _key(self) -> tuple[int, int]:
-        return self.key.sample, self.key.attempt
-
-    def answered(self, answer: host_frames.CallAnswer) -> None:
-        """Take an answer. One that is not waited for was sent twice."""
-        if self._answer is not None and not self._answer.done() and answer.number == self._memory.num_calls:
-            self._answer.set_result(answer)
-
-
-def _task(task: bytes) -> Mapping[str, Any] | None:
-    return msgspec.json.decode(task, type=dict[str, Any]) if task else None
-
-
 class HostAgent:
-    """A host. `run` lives its life; `drain` may be called from a signal handler."""
+    """A host. `run` lives its life, in any loop; `drain` may be called from any thread."""
 
-    def __init__(self, environment: PlayedEnvironment, dialer: Dialer, options: HostOptions) -> None:
+    def __init__(
+        self,
+        environment: PlayedEnvironment,
+        dialer: Dialer,
+        options: HostOptions,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """`loop` is the environment's, in the thread that makes this; None: the one that `run` is called in."""
+        self._environment_loop, self._thread = loop, threading.get_ident()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn_timeout_s = math.inf
         self._environment, self._dialer, self._options = environment, dialer, options
         self._playing: dict[HeldEpisode, tuple[PlayedEpisode, asyncio.Task[None]]] = {}
         self._ended: dict[HeldEpisode, host_frames.EndEpisode] = {}
@@ -148,26 +100,70 @@ class HostAgent:
         self._patience = Patience(options.give_up_after_s)
         self._waits = pauses()
         self._failures = Repeats()
+        self._pace = CallPace()
+        self._is_stuck = False
 
     # Life
 
     async def run(self) -> HostOver:
         """Returns how it ended; the environment is closed."""
-        self._over = asyncio.get_running_loop().create_future()
-        await self._environment.start()
+        self._loop = asyncio.get_running_loop()
+        self._over = self._loop.create_future()
+        await self._in_environments_loop(self._environment.start())
         async with self._dialer:
             life = asyncio.create_task(self._live())
+            watch = asyncio.create_task(self._watch())
             try:
                 done, _ = await asyncio.wait((life, self._over), return_when=asyncio.FIRST_COMPLETED)
                 return life.result() if life in done else self._over.result()
             finally:
                 life.cancel()
+                watch.cancel()
                 self._stop_all()
                 await asyncio.wait((life,), timeout=2.0)
-                await self._environment.close()
+                if not self._is_stuck:
+                    await self._in_environments_loop(self._environment.close())
+
+    async def in_own_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run what speaks with the manager, for code of the environment."""
+        assert self._loop is not None
+        return await run_in(self._loop, work)
+
+    async def _in_environments_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return await work if self._environment_loop is None else await run_in(self._environment_loop, work)
+
+    async def _watch(self) -> None:
+        """Leave when the environment's loop stands still: all episodes in it do."""
+        if self._environment_loop is None:
+            return
+        name = self._options.environment or self._environment.name
+        watch = LoopWatch(self._environment_loop, self._thread)
+
+        def warn(stuck_s: float, place: str) -> None:
+            log.warning(
+                "environment %s blocks its %d episodes for %.0f s, at %s: async code must await, plain code may wait",
+                name, len(self._playing), stuck_s, place,
+            )  # fmt: skip
+
+        stuck_s, place = await watch.until_stuck(self._stuck_limit_s, warn)
+        self._is_stuck = True
+        await self.send(frames.Goodbye(f"environment {name} hangs"))
+        self._leave(f"environment {name} blocks its episodes for {stuck_s:.0f} s, at {place}", ok=False)
+
+    def _stuck_limit_s(self) -> float:
+        return min(self._options.stuck_limit_s, self._turn_timeout_s / 2)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it left because its environment hangs: its process cannot end by itself then."""
+        return self._is_stuck
 
     def drain(self, reason: str) -> None:
         """Play the episodes that are there to their end, then leave; asked twice, leave at once."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._drain, reason)
+
+    def _drain(self, reason: str) -> None:
         if self._draining:
             self._leave("asked twice to leave", ok=False)
             return
@@ -275,6 +271,12 @@ class HostAgent:
                 if self._welcomed:
                     await socket.send_bytes(frames.encode(host_frames.HostReport(len(self._playing))))
 
+    async def wait_for_pace(self) -> None:
+        """Wait until another call is no flood."""
+        wait_s = self._pace.wait_s(time.monotonic(), len(self._playing))
+        if wait_s > 0.0:
+            await asyncio.sleep(wait_s)
+
     async def send(self, frame: host_frames.FromHost) -> None:
         """Send a frame now; without a connection, the next one begins with all that is open."""
         if self._socket is None or self._socket.closed or not self._welcomed:
@@ -295,8 +297,9 @@ class HostAgent:
     async def _hear(self, frame: host_frames.ToHost) -> None:
         match frame:
             case host_frames.Play():
+                self._turn_timeout_s = frame.turn_timeout_s
                 for order in frame.episodes:
-                    self._begin(order, frame.max_context)
+                    self._begin(order, frame)
             case host_frames.CallAnswer():
                 found = self._playing.get(HeldEpisode(frame.sample, frame.attempt))
                 if found is not None:
@@ -315,12 +318,12 @@ class HostAgent:
         await self.send(frames.Goodbye(release.why))
         raise HostOver(release.why, ok=not release.in_anger)
 
-    def _begin(self, order: host_frames.EpisodeOrder, max_context: int) -> None:
+    def _begin(self, order: host_frames.EpisodeOrder, play: host_frames.Play) -> None:
         key = HeldEpisode(order.sample, order.attempt)
         if key in self._playing or key in self._ended:
             return  # said twice
         try:
-            episode = PlayedEpisode(self, order, max_context)
+            episode = PlayedEpisode(self, order, play)
         except msgspec.DecodeError as error:
             self._end(key, _failed(key, 0, f"its task is not a row of JSON: {error}"))
             return
@@ -329,10 +332,10 @@ class HostAgent:
     async def _play(self, episode: PlayedEpisode) -> None:
         key, began = episode.key, time.monotonic()
         try:
-            end = await self._environment.play(episode)
+            end = await self._in_environments_loop(self._environment.play(episode))
             frame = host_frames.EndEpisode(
-                *(key.sample, key.attempt, "scored", episode.num_calls, float(end.reward)),
-                _with_turns(end),
+                *(key.sample, key.attempt, "scored", episode.num_calls, finite(end.reward, "the reward")),
+                _with_turns(structs.replace(end, parts=checked_parts(end.parts))),
                 end.why[:300],
             )
         except EpisodeFailed as error:

@@ -5,6 +5,7 @@ that are not honoured are refused. Sampling is the run's: other values are ignor
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -38,6 +39,11 @@ _HARMLESS: Mapping[str, object] = {
     "guided_regex": None,
 }
 """Fields that would change the answer, and the value at which they do not."""
+
+_HALVES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+)
+"""Escaped backslashes and whole pairs, which stay, and halves of pairs."""
 
 FrontToken = Annotated[int, Meta(ge=0, le=_LARGEST_TOKEN)]
 _AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -122,11 +128,23 @@ class ChatBody(_Sampled, kw_only=True):
 
 
 def read_body(raw: bytes, kind: type[Body]) -> Body:
-    """Raises FrontRefusal."""
+    """Raises FrontRefusal. A half of a character, which Python's JSON writes for bytes that are no text, is read as the
+    mark of what cannot be shown."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.DecodeError:
+            whole = _HALVES.sub(_mark_halves, raw)
+            if whole == raw:
+                raise
+            return msgspec.json.decode(whole, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FrontRefusal(f"the body cannot be read: {error}") from error
+
+
+def _mark_halves(found: "re.Match[bytes]") -> bytes:
+    escape = found[0]
+    return escape if len(escape) != len(rb"\ud800") else rb"\ufffd"
 
 
 class Limiter:

@@ -197,6 +197,14 @@ def _read_json(text: object) -> object:
         return text
 
 
+def _in_order(arguments: object) -> object:
+    """Return arguments written one way, whatever the order of their names; as they are, where they nest too deep."""
+    try:
+        return json.dumps(_read_json(arguments), sort_keys=True, default=str)
+    except RecursionError:
+        return arguments
+
+
 def _fingerprints(
     messages: Sequence[dict[str, Any]], tools: ChatTools | None, settings: Mapping[str, Any]
 ) -> list[Fingerprint]:
@@ -212,7 +220,7 @@ def _fingerprints(
 def _fingerprint(before: Fingerprint, message: Mapping[str, Any]) -> Fingerprint:
     """Fields that say nothing of the conversation (null ones, `refusal`, `annotations`) make no difference."""
     calls = [
-        [one.get("id"), one["function"].get("name"), _read_json(one["function"].get("arguments"))]
+        [one.get("id"), one["function"].get("name"), _in_order(one["function"].get("arguments"))]
         for one in message.get("tool_calls") or ()
     ]
     said = [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]

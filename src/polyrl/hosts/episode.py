@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 from msgspec import Struct
 
 from polyrl.errors import PolyrlError
+from polyrl.wire.host_frames import MAX_PARTS, MAX_REWARD, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
 
-MAX_PARTS = 32
 MAX_WHY = 300
-_PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PART_NAME = re.compile(PART_NAME)
 
 
 class NoRoom(PolyrlError):
@@ -79,6 +79,7 @@ class Episode(ABC):
         """Return the answer, however long it takes. Raises NoRoom, and EpisodeFailed when there can be no answer."""
         if not prompt:
             raise EpisodeFailed("a call without a prompt; expected at least one token")
+        _check_limits(limits)
         async with self._one_by_one:
             if len(prompt) >= self.max_context:
                 raise NoRoom(f"a prompt of {len(prompt)} tokens; the context is {self.max_context} tokens long")
@@ -126,6 +127,18 @@ class PlayedEnvironment(Protocol):
     async def close(self) -> None: ...
 
 
+def _check_limits(limits: CallLimits) -> None:
+    """Raise EpisodeFailed for limits that no run takes: refused by the manager, they would cost others their host."""
+    if limits.max_tokens is not None and limits.max_tokens < 1:
+        raise EpisodeFailed(f"a call for {limits.max_tokens} tokens; expected at least 1")
+    if len(limits.stop_ids) > MAX_STOP_IDS or len(limits.stop) > MAX_STOPS:
+        raise EpisodeFailed(f"a call with {len(limits.stop_ids)} stop tokens and {len(limits.stop)} stop strings; "
+                            f"expected at most {MAX_STOP_IDS} and {MAX_STOPS}")  # fmt: skip
+    for one in limits.stop:
+        if not isinstance(one, str) or not 0 < len(one) <= MAX_STOP_CHARACTERS:
+            raise EpisodeFailed(f"the stop string {str(one)[:40]!r}; expected 1 to {MAX_STOP_CHARACTERS} characters")
+
+
 def finite(value: object, what: str) -> float:
     """Return a reward as a number. Raises EpisodeFailed for anything else, NaN included."""
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
@@ -133,9 +146,10 @@ def finite(value: object, what: str) -> float:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if math.isfinite(number):
+        if math.isfinite(number) and abs(number) <= MAX_REWARD:
             return number
-        raise EpisodeFailed(f"{what} is {value}; expected a finite number")
+        expected = f"a number of at most {MAX_REWARD:g}" if math.isfinite(number) else "a finite number"
+        raise EpisodeFailed(f"{what} is {str(value)[:40]}; expected {expected}")
     raise EpisodeFailed(f"{what} is {type(value).__name__}; expected a number")
 
 
@@ -146,6 +160,6 @@ def checked_parts(parts: object) -> dict[str, float]:
     if len(parts) > MAX_PARTS:
         raise EpisodeFailed(f"a reward of {len(parts)} parts; expected at most {MAX_PARTS}")
     for name in parts:
-        if not isinstance(name, str) or _PART_NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or _PART_NAME.match(name) is None:
             raise EpisodeFailed(f"a part of a reward is called {str(name)[:80]!r}; expected letters, digits, _ . or -")
     return {name: finite(value, f"the part {name} of the reward") for name, value in parts.items()}

@@ -24,6 +24,7 @@ from typing import Any
 
 from aiohttp import web
 
+from polyrl.errors import one_line
 from polyrl.hosts.answering import Answering
 from polyrl.hosts.bodies import FrontRefusal, Limiter
 from polyrl.hosts.episode import Episode, EpisodeFailed, NoRoom
@@ -131,6 +132,10 @@ class OpenEpisode:
         except EpisodeFailed as error:
             self.trouble = str(error)
             raise FrontRefusal(f"the episode failed: {error}", status=_ENDED, code="episode_failed") from error
+        except Exception as error:
+            self.trouble = one_line(error)
+            log.exception("a request of episode %s", self.episode.name)
+            raise FrontRefusal(f"the request cannot be answered: {self.trouble}") from error
         self.trouble = ""
         self.num_calls += 1
         return found

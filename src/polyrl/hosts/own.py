@@ -168,7 +168,7 @@ class OwnEnvironment:
     def _text(self) -> ModelText:
         if self._parts.text is None:
             raise UserError(
-                f"environment {self.name}: needs text, and the host has no model directory with a tokenizer"
+                f"environment {self.name}: needs text, and the host has no model with a tokenizer; expected --model DIR"
             )
         return self._parts.text
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polyrl.config.model_dir import read_facts
-from polyrl.errors import PolyrlError, UserError
+from polyrl.data.text_parts import load_text_parts
+from polyrl.errors import PolyrlError
 from polyrl.hosts.episode import DrawnAnswer, NoRoom
+from polyrl.hosts.tools import whole_text
 
 if TYPE_CHECKING:
     from polyrl.data.chat_template import ChatTemplate
@@ -59,11 +61,14 @@ class ModelText:
         self.name = name
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the tokens, with those that the tokenizer puts around a text if `special`. Raises NoRoom."""
+        """Return the tokens, with those that the tokenizer puts around a text if `special`. Raises NoRoom.
+
+        Halves of characters, as names of files can have them, are read as marks of what cannot be shown.
+        """
         context = _LONG_CONTEXT if self.max_context is None else self.max_context
         if len(text) > context * _BYTES_PER_TOKEN:
             raise NoRoom(f"a text of {len(text)} characters; the context is {context} tokens long")
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return self._tokenizer.encode_batch_fast([whole_text(text)], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text, with that of special tokens if `special`."""
@@ -95,26 +100,12 @@ class ModelText:
 
 def load_text(folder: str | Path) -> ModelText:
     """Load a model directory's tokenizer and chat template. Raises UserError."""
-    try:
-        from tokenizers import Tokenizer
-
-        from polyrl.data.chat_template import load_template
-    except ImportError as error:
-        raise UserError(f"text needs {error.name}: pip install 'polyrl[serve]'") from error
     folder = Path(folder)
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise UserError(f"{folder}: no tokenizer.json there; expected a Hugging Face model directory")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{file}: not a tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer, template = load_text_parts(folder)
     facts = read_facts(folder)
     return ModelText(
         tokenizer,
-        template=load_template(folder),
+        template=template,
         end_ids=facts.known_end_ids,
         max_context=facts.max_context,
         name=facts.name,

@@ -5,7 +5,8 @@
     llama      {"name": "add", "parameters": {"a": 1}}, perhaps after <|python_tag|>      Llama 3
     mistral    [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add{"a": 1}
 
-Rules kept here: whatever the model wrote, nothing raises. Arguments that are not JSON are passed on as they were
+Rules kept here: whatever the model wrote, nothing raises, and the time that reading takes grows with its length alone:
+no pattern here may try the same space twice. Arguments that are not JSON are passed on as they were
 written, as OpenAI's API has it: the harness says to the model what is wrong with them. A call without a name is text.
 Whether a tool exists is the harness's to say.
 """
@@ -20,12 +21,13 @@ ToolFamily = Literal["hermes", "xml", "llama", "mistral"]
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _NAME = re.compile(r"""["']?name["']?\s*:\s*["']([^"']+)["']""")
 _ARGUMENTS = re.compile(r"""["']?(?:arguments|parameters)["']?\s*:\s*(.*)\Z""", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_MISTRAL_CALL = re.compile(r"([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(\{.*)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _THOUGHT = "</think>"
+_HALF = re.compile("[\ud800-\udfff]")
 _MAX_CALLS = 128
 
 
@@ -55,6 +57,11 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the first stop string."""
     found = [at for at in map(text.find, stops) if at >= 0]
     return text[: min(found)] if found else text
+
+
+def whole_text(text: str) -> str:
+    """Return the text with a mark in place of each half of a character: JSON can write them, UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _HALF.search(text) else text
 
 
 def read_answer(
@@ -87,8 +94,12 @@ def _xml(text: str, texts: set[tuple[str, str]]) -> WrittenAnswer:
     def calls(block: str) -> list[WrittenCall]:
         found: list[WrittenCall] = []
         for name, body in _FUNCTION.findall(block):
-            given = {one: value(name.strip(), one, written) for one, written in _PARAMETER.findall(body)}
-            found.append(WrittenCall(name.strip(), _dump(given)))
+            written = dict(_PARAMETER.findall(body))
+            try:
+                arguments = _dump({one: value(name.strip(), one, text) for one, text in written.items()})
+            except RecursionError:
+                arguments = _dump(written)
+            found.append(WrittenCall(name.strip(), arguments))
         return found or _json_calls(block, several=False)
 
     return _blocks(text, calls)
@@ -140,7 +151,7 @@ def _mistral(text: str) -> WrittenAnswer:
     if rest.lstrip().startswith("["):
         calls = _json_calls(rest, several=True)
     else:
-        found = [_MISTRAL_CALL.fullmatch(part) for part in rest.split(_MISTRAL)]
+        found = [_MISTRAL_CALL.fullmatch(part.strip()) for part in rest.split(_MISTRAL)]
         calls = [WrittenCall(one[1], one[2].strip()) for one in found if one is not None]
     return WrittenAnswer(before.strip(), calls) if calls else WrittenAnswer(text, [])
 
@@ -164,7 +175,10 @@ def _json_calls(text: str, *, several: bool) -> list[WrittenCall]:
         return _damaged_call(text)
     if isinstance(values[0], list):
         values = values[0]
-    return [call for value in values if (call := _call(value)) is not None]
+    try:
+        return [call for value in values if (call := _call(value)) is not None]
+    except RecursionError:
+        return _damaged_call(text)
 
 
 def _call(value: object) -> WrittenCall | None:
@@ -177,7 +191,7 @@ def _call(value: object) -> WrittenCall | None:
     if not isinstance(name, str) or not name:
         return None
     given = value.get("arguments", value.get("parameters", {}))
-    return WrittenCall(name, given if isinstance(given, str) else _dump(given))
+    return WrittenCall(whole_text(name), whole_text(given) if isinstance(given, str) else _dump(given))
 
 
 def _damaged_call(text: str) -> list[WrittenCall]:
@@ -193,4 +207,6 @@ def _damaged_call(text: str) -> list[WrittenCall]:
 
 
 def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Raises RecursionError for what was read at a lesser depth of calls."""
+    written = json.dumps(value, ensure_ascii=False)
+    return written if whole_text(written) == written else json.dumps(value)

@@ -101,7 +101,7 @@ def why_given_up(before: TrackedSample, sample: TrackedSample | None, rules: Env
         return None
     if sample.num_faults > before.num_faults and sample.num_faults >= rules.max_attempts:
         return "its environment failed too often"
-    return "all of its hosts were lost" if sample.attempt - sample.num_faults >= MAX_HOST_LOSSES else None
+    return "all of its hosts were lost" if sample.num_losses >= MAX_HOST_LOSSES else None
 
 
 def _several(number: int, what: str) -> str:

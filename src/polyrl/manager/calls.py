@@ -38,29 +38,40 @@ class CallRecord:
         self.prompt: bytes | None = None
         """Packed ids of the whole prompt, if they are at hand."""
 
+    @property
+    def prompt_bytes(self) -> int:
+        return self.kept * _ID_BYTES + len(self.tokens)
+
     def close(self, end: int, finish: str) -> None:
         self.end, self.finish = end, finish
 
 
 def prompt_of(calls: Sequence[CallRecord], cells: bytes | bytearray, number: int) -> bytes:
     """Return the packed ids of a call's whole prompt."""
-    chain: list[CallRecord] = []
-    at = number
-    while at >= 0:
-        chain.append(calls[at])
-        if calls[at].prompt is not None:
-            break
-        at = calls[at].base
-    prompt = b""
-    above: CallRecord | None = None
-    for record in reversed(chain):
+    return _prompt_up_to(calls, cells, number, calls[number].prompt_bytes)
+
+
+def _prompt_up_to(calls: Sequence[CallRecord], cells: bytes | bytearray, number: int, num_bytes: int) -> bytes:
+    """Return the first bytes of a prompt, gathered from its end to its beginning: each is copied once, however many
+    calls it grew over."""
+    pieces: list[bytes] = []
+    while True:
+        record = calls[number]
         if record.prompt is not None:
-            prompt = record.prompt
-        else:
-            seen = b"" if above is None else prompt + _drawn(above, cells)
-            prompt = seen[: record.kept * _ID_BYTES] + record.tokens
-        above = record
-    return prompt
+            pieces.append(record.prompt[:num_bytes])
+            break
+        kept = record.kept * _ID_BYTES
+        if num_bytes > kept:
+            pieces.append(record.tokens[: num_bytes - kept])
+            num_bytes = kept
+        if record.base < 0:
+            break
+        number = record.base
+        given = calls[number].prompt_bytes
+        if num_bytes > given:
+            pieces.append(_drawn(calls[number], cells)[: num_bytes - given])
+            num_bytes = given
+    return b"".join(reversed(pieces))
 
 
 def grown_prompt(calls: Sequence[CallRecord], cells: bytes | bytearray, base: int, kept: int, tokens: bytes) -> bytes:

@@ -27,6 +27,7 @@ class SampleTokens:
 
     __slots__ = (
         "_cells",
+        "asked",
         "calls",
         "engine",
         "finish",
@@ -54,6 +55,8 @@ class SampleTokens:
         self.parts: dict[str, float] = {}
         self.calls: list[CallRecord] = []
         """An episode's; empty for a single answer."""
+        self.asked: tuple[int, int] = (0, -1)
+        """The attempt that its host is at, and the newest call that was made in it, since this process started."""
         self.sent_on: Link | None = None
         """The trainer's connection on which it was sent to be scored: as long as that lasts, the trainer has it."""
 

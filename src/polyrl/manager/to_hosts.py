@@ -14,6 +14,7 @@ from polyrl.manager.run import Run
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.rules.order import mix64
 from polyrl.wire import host_frames
+from polyrl.wire.columns import CELL_BYTES
 
 log = logging.getLogger("polyrl.manager")
 
@@ -47,13 +48,17 @@ def play(run: Run, session: HostSession, sample: SampleId, attempt: int) -> None
     group = run.desk.groups[run.desk.samples[sample].group]
     prompt = run.payload.prompts.get(group.id)
     if prompt is None:
-        run.no_task_yet.setdefault(group.id, []).append(sample)
+        waiting = run.no_task_yet.setdefault(group.id, [])
+        if sample not in waiting:  # a host may dial again before the task is there
+            waiting.append(sample)
         return
     rules = run.answers
     seed = mix64(run.desk.config.seed, group.domain, group.prompt, group.epoch) >> 1
     order = host_frames.EpisodeOrder(sample, attempt, group.prompt, seed, prompt.task)
     max_context = 0 if rules is None else rules.max_context
-    session.say(host_frames.Play((order,), max_context, run.desk.max_new_tokens))
+    turn_timeout_s = run.desk.config.environments.turn_timeout_s
+    size, most = run.vocabulary.size, run.desk.max_new_tokens
+    session.say(host_frames.Play((order,), max_context, most, size, turn_timeout_s))
 
 
 def play_waiting(run: Run, group: GroupId) -> None:
@@ -72,7 +77,7 @@ def answer(run: Run, session: HostSession, sample: SampleId, attempt: int, numbe
     record = text.calls[number]
     if record.end == OPEN:
         raise LawViolation(f"call {number} of episode {show_sample(sample)} is answered and not whole")
-    cells = bytes(text.cells[record.start * 8 : record.end * 8])
+    cells = bytes(text.cells[record.start * CELL_BYTES : record.end * CELL_BYTES])
     session.say(host_frames.CallAnswer(sample, attempt, number, cells, record.finish))
     run.lobby.dirty_hosts[session.name] = session
     run.lobby.is_urgent = True

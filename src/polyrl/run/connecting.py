@@ -62,6 +62,11 @@ def dialer(run_dir: Path, address: ManagerAddress) -> Dialer:
     return Dialer(address.url, read_token_file(run_dir / "admin.token"), tls)
 
 
+def answer_rules(loaded: Loaded) -> AnswerRules:
+    """Return the rules that answers of this model keep."""
+    return AnswerRules(vocab=loaded.vocab, end_ids=tuple(sorted(loaded.end_ids)), max_context=loaded.max_context)
+
+
 @asynccontextmanager
 async def connected(
     recipe: Recipe, run_dir: Path, address: ManagerAddress, tasks: Tasks, loaded: Loaded, point: ResumePoint | None
@@ -94,7 +99,7 @@ async def connected(
         has_weights=True,
         caveat=caveat_of(recipe),
         trains=True,
-        answers=AnswerRules(vocab=loaded.vocab, end_ids=tuple(sorted(loaded.end_ids)), max_context=loaded.max_context),
+        answers=answer_rules(loaded),
         tls=None if address.tls is None else address.tls.client,
     ) as fleet:
         if point is not None:

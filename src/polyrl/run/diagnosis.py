@@ -217,7 +217,8 @@ def _nobody_plays(now: Status, round_: RoundStatus, missing: str) -> Finding:
     return Finding(
         f"{missing}: {_count(round_.episodes_unhosted, 'episode')} wait, and no host is there to play them"
         f"{f' ({there})' if there else ''}",
-        "they wait as long as it takes; hosts that the run started itself (environments.processes) are started again",
+        "they wait as long as it takes; a host that was just started joins when its environment is ready; those that "
+        "the run itself started (environments.processes) are started again",
         "start a host: polyrl env play NAME --join URL --token-file host.token, with the run's environment as NAME",
         needs_help=True,
     )

@@ -9,13 +9,14 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 import uuid
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from rich.text import Text
 from polyrl.client import Fleet
 from polyrl.config.dump import inline
 from polyrl.config.places import shown_model
-from polyrl.config.recipe import DomainSection, Recipe
+from polyrl.config.recipe import HELD_OUT, DomainSection, Recipe
 from polyrl.errors import EXIT_BAD_INPUT, UserError
 from polyrl.run import left_behind, processes
 from polyrl.run.processes import ManagerAddress
@@ -39,6 +40,8 @@ _LOOK_EVERY_S = 0.5
 _QUICK_S = 20.0
 _MAX_QUICK_ENDS = 5
 """A host that ends this often within `_QUICK_S` of its start is not started again."""
+_FAILED = re.compile(r"polyrl\.hosts episode \S+ failed after [\d.]+ s: (.*)")
+_END_OF_LOG_BYTES = 1 << 16
 _HUNG_FACTOR = 3.0
 """A host that is not heard of for so many times `host_timeout_s` hangs, and is killed."""
 
@@ -59,7 +62,43 @@ def check(recipe: Recipe) -> Recipe:
 def _check_domain(recipe: Recipe, domain: DomainSection) -> DomainSection:
     if not domain.environment:
         return domain
-    argv = [*_polyrl(recipe), *_environment(recipe, domain, "check")]
+    num_tasks = _num_tasks(recipe, domain)
+    if num_tasks is None or domain.source or (domain.num_prompts or num_tasks + 1) <= num_tasks:
+        found = domain
+    else:
+        found = structs.replace(domain, num_prompts=num_tasks)
+    if recipe.validates and HELD_OUT in domain.validation_sets.values():
+        _check_held_out(recipe, found, num_tasks)
+    return found
+
+
+def as_validated(domain: DomainSection) -> DomainSection:
+    """Return the domain with its environment as it is validated."""
+    if HELD_OUT not in domain.validation_sets.values():
+        return domain
+    return structs.replace(
+        domain, environment_args={**domain.environment_args, **domain.validation_args}, validation_args={}
+    )
+
+
+def _check_held_out(recipe: Recipe, domain: DomainSection, num_tasks: int | None) -> None:
+    """Refuse tasks for validation that are trained on, or are not there. Raises UserError."""
+    if domain.validation_args:
+        num, trained = _num_tasks(recipe, as_validated(domain)), 0
+    else:
+        num, trained = num_tasks, domain.num_prompts or 0
+    wanted = recipe.validation.num_prompts
+    if num is not None and num - trained < wanted:
+        are_trained = f", of which {trained} are trained on" if trained else ""
+        raise UserError(
+            f"validation.num_prompts: {wanted}, and the environment {domain.environment} has {num} tasks{are_trained}; "
+            "expected fewer, a smaller data.num_prompts, or data.validation_args with another seed or split"
+        )
+
+
+def _num_tasks(recipe: Recipe, domain: DomainSection) -> int | None:
+    """Start an environment, and return how many tasks it has; None: any number. Raises UserError."""
+    argv = [*polyrl_of(recipe), *environment_words(recipe, domain, "check")]
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, env=os.environ, check=False
@@ -74,15 +113,13 @@ def _check_domain(recipe: Recipe, domain: DomainSection) -> DomainSection:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise UserError(f"environment {domain.environment}: {said[-1] if said else f'exit code {done.returncode}'}")
     try:
-        num_tasks = json.loads(done.stdout.splitlines()[-1])["num_tasks"]
+        return json.loads(done.stdout.splitlines()[-1])["num_tasks"]
     except (ValueError, KeyError, IndexError) as error:
         raise UserError(f"environment {domain.environment}: expected an account of it, got {done.stdout!r}") from error
-    if num_tasks is None or domain.source or (domain.num_prompts or num_tasks + 1) <= num_tasks:
-        return domain
-    return structs.replace(domain, num_prompts=num_tasks)
 
 
-def _polyrl(recipe: Recipe) -> list[str]:
+def polyrl_of(recipe: Recipe) -> list[str]:
+    """Return the beginning of a command in the Python of the recipe's environments."""
     place = recipe.environments.python
     if not place:
         return [sys.executable, "-m", "polyrl"]
@@ -90,7 +127,7 @@ def _polyrl(recipe: Recipe) -> list[str]:
     return [str(inside if inside.exists() else place), "-m", "polyrl"]
 
 
-def _environment(recipe: Recipe, domain: DomainSection, verb: str) -> list[str]:
+def environment_words(recipe: Recipe, domain: DomainSection, verb: str) -> list[str]:
     """Return the arguments that name an environment and its settings."""
     modules = ["--modules", recipe.modules] if recipe.modules else []
     settings = [f"{key}={inline(value)}" for key, value in domain.environment_args.items()]
@@ -104,7 +141,7 @@ def arguments(recipe: Recipe, domain: DomainSection, run_dir: Path, url: str, na
     trust = ["--ca", recipe.manager.ca] if recipe.manager.ca else []
     price = ["--price", f"{wanted.price_usd_per_hour:g}"] if wanted.price_usd_per_hour else []
     return [
-        *_environment(recipe, domain, "play"),
+        *environment_words(recipe, domain, "play"),
         *("--join", url, "--token-file", str(run_dir / "host.token"), *trust),
         *(("--name", name) if name else ()),
         *("--as", recipe.environment_of(domain), "--slots", str(wanted.slots), *price),
@@ -125,6 +162,16 @@ def join_commands_of(run_dir: Path) -> list[str]:
     """Return the commands that start another host of a run; none if it is not known here, or has no environment."""
     found = recipe_and_url(run_dir)
     return [] if found is None else join_commands(found[0], run_dir, found[1])
+
+
+def last_failure(run_dir: Path) -> str:
+    """Return why an episode failed last, by the logs of the run's own hosts; empty if none says so."""
+    found: list[str] = []
+    for file in sorted((run_dir / "logs").glob("host-*.log")):
+        with file.open("rb") as lines:
+            lines.seek(max(0, file.stat().st_size - _END_OF_LOG_BYTES))
+            found += _FAILED.findall(lines.read().decode(errors="replace"))
+    return f"episodes failed, the last one: {found[-1]}" if found else ""
 
 
 class HostProcess:
@@ -201,7 +248,7 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
         for place, domain in enumerate(domains):
             for number in range(recipe.environments.processes) if domain.environment else ():
                 name = f"host-{number}" if len(domains) == 1 else f"host-{place}-{number}"
-                command = [*_polyrl(recipe), *arguments(recipe, domain, run_dir, address.url, name)]
+                command = [*polyrl_of(recipe), *arguments(recipe, domain, run_dir, address.url, name)]
                 hosts[name] = HostProcess(name, command, run_dir / "logs" / f"{name}.log")
                 await hosts[name].start()
         yield hosts
@@ -213,11 +260,21 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
 
 
 async def keep(recipe: Recipe, fleet: Fleet, hosts: dict[str, HostProcess], say: Callable[[str | Text], None]) -> None:
-    """Keep the hosts alive, until cancelled: start those again that have ended, and kill those that hang."""
+    """Keep the hosts alive, until cancelled."""
+    await keep_alive(recipe, lambda: _connected(fleet), hosts, say)
+
+
+async def keep_alive(
+    recipe: Recipe,
+    connected: Callable[[], Awaitable[set[str] | None]],
+    hosts: dict[str, HostProcess],
+    say: Callable[[str | Text], None],
+) -> None:
+    """Start those again that have ended, and kill those that hang. `connected` names the hosts that are heard of."""
     while hosts:
         for host in hosts.values():
             await host.look(say)
-        there = await _connected(fleet)
+        there = await connected()
         for host in hosts.values():
             host.note(there)
             if host.silent_s > _patience_s(recipe, host) and not host.is_given_up:

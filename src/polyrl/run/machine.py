@@ -115,11 +115,10 @@ def _devices() -> MachineCheck:
     if importlib.util.find_spec("torch") is None:
         do = "pip install 'polyrl[train]'"
         return MachineCheck("devices", "missing", "torch is not installed: nothing can be trained here", do)
-    import torch
+    from polyrl.run.models import gpus
 
-    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    named = ", ".join(f"{one.name} with {_size(one.total_memory)}" for one in gpus)
-    return MachineCheck("devices", "ok", f"torch {torch.__version__}, {named or 'no GPU: runs use the CPU'}")
+    named = ", ".join(f"{name} with {_size(num_bytes)}" for name, num_bytes in gpus())
+    return MachineCheck("devices", "ok", f"{_version('torch')}, {named or 'no GPU: runs use the CPU'}")
 
 
 def _disk(folder: Path) -> MachineCheck:

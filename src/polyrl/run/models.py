@@ -83,6 +83,12 @@ def check_device(recipe: Recipe) -> None:
         raise ConfigError("model.device: cuda: no GPU is visible here; expected cpu, or auto")
 
 
+def gpus() -> list[tuple[str, int]]:
+    """Return the name and the memory size of each GPU."""
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [(one.name, one.total_memory) for one in found]
+
+
 def gpu_bytes() -> int:
     """Return the memory size of the GPU that rank zero would use."""
     return torch.cuda.mem_get_info(0)[1]

@@ -173,6 +173,7 @@ class Reporter:
             "reward/max": float(rewards.max()) if report.rewards else None,
             "reward/min": float(rewards.min()) if report.rewards else None,
             **{f"reward/{name}/mean": mean for name, mean in report.parts.items()},
+            "sample/sequences": report.num_sequences,
             "token/response_length/mean": float(lengths.mean()) if report.lengths else None,
             "token/response_length/max": int(lengths.max()) if report.lengths else None,
             "token/response_length/min": int(lengths.min()) if report.lengths else None,

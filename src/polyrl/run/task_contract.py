@@ -74,6 +74,10 @@ class Tasks(Protocol):
         """Return what is added to each answer's reward. Raises as `score`."""
         ...
 
+    def held_out(self, name: str) -> list[tuple[int, bytes]]:
+        """Return the numbers and rows of a validation set's tasks, whose episodes are played."""
+        ...
+
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when nothing can be trained."""
         ...

@@ -129,6 +129,12 @@ class RecipeTasks:
                     return found
         return await self._score_group(domain, name, prompt, answers)
 
+    def held_out(self, name: str) -> list[tuple[int, bytes]]:
+        source = self._domains[self._domain_of(name)].validation[name]
+        first = source.first if isinstance(source, EnvironmentSource) else 0
+        rows = source.row if isinstance(source, EnvironmentSource) else lambda _: b""
+        return [(first + number, rows(number)) for number in range(source.num_prompts)]
+
     def read(self, domain: int, prompt: int) -> tuple[Task, str]:
         """Return a task to train on, and its prompt as the model sees it."""
         return self._asked(domain, None, prompt)

@@ -34,6 +34,7 @@ from polyrl.run import (
     preflight,
     resuming,
     reward_workers,
+    validation_hosts,
     workers,
 )
 from polyrl.run.checkpoints import ResumePoint
@@ -47,9 +48,11 @@ from polyrl.run.task_contract import Tasks
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Learner
+from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.loop import Loop, NothingCameError
 from polyrl.trainer.publishing import Publishing
 from polyrl.trainer.state.saving import Saver
+from polyrl.weights.server import WeightServer
 
 
 class LiveRun(NamedTuple):
@@ -152,28 +155,33 @@ class Training:
             reporter = await stack.enter_async_context(
                 reporting(recipe, run_dir, address, dial(), self._point, self._watch)
             )
-            publishing = Publishing(
-                policy,
-                server,
-                engine,
-                {version: digests[-1] for version, digests in fleet.digests.items()},
-                None if self._leader is None else self._leader.weights,
-                encodes=recipe.weights.encode_on == "device",
-            )
-            validate = validator(recipe, engine, devices, self._tasks, reporter, fleet, saver)
+            say, rules = reporter.display.say, connecting.answer_rules(policy.loaded)
+            desks = await stack.enter_async_context(validation_hosts.started(recipe, run_dir, engine, rules, say))
+            publishing = self._make_publishing(server, engine, fleet)
+            validate = validator(recipe, engine, devices, self._tasks, reporter, fleet, saver, desks)
             prompts = self._tasks.tokens
             loop = Loop(recipe, fleet, self._steps, devices, publishing, prompts, reporter, validate, saver)
             reporter.begin(fleet)
             if self._point is not None:  # the next --resume begins with what fits now
                 checkpoints.write_recipe(run_dir, recipe)
             if self._companion is not None:
-                live = LiveRun(recipe, run_dir, address, started, playing, fleet, reporter.display.say)
+                live = LiveRun(recipe, run_dir, address, started, playing, fleet, say)
                 await stack.enter_async_context(meanwhile(self._companion(live)))
             failing = [one for one in (manager, self._other_ranks, saver, self._tasks) if one is not None]
             news = reporter.news(fleet, started, playing, self._tasks)
             async with connecting.dismissed_at_the_end(fleet, dial()), meanwhile(*news):
                 await workers.until_joined(recipe, fleet, started)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)
+
+    def _make_publishing(self, server: WeightServer, engine: LocalEngine | None, fleet: Fleet) -> Publishing:
+        return Publishing(
+            self._learner.policy,
+            server,
+            engine,
+            {version: digests[-1] for version, digests in fleet.digests.items()},
+            None if self._leader is None else self._leader.weights,
+            encodes=self._recipe.weights.encode_on == "device",
+        )
 
     async def _make_saver(self) -> Saver | None:
         recipe, run_dir, point = self._recipe, self._run_dir, self._point
@@ -209,4 +217,8 @@ class Training:
                 return await loop.run()
             return await loop.run(self._first_step, point.last, is_told=point.is_told)
         except NothingCameError as error:
-            raise UserError(self._tasks.why_none_scored() or str(error)) from error
+            raise UserError(self._tasks.why_none_scored() or self._why_nothing_came(error)) from error
+
+    def _why_nothing_came(self, error: NothingCameError) -> str:
+        failure = hosts.last_failure(self._run_dir)
+        return f"{failure}. {error}" if failure else str(error)

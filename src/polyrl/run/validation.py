@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from msgspec import structs
@@ -14,6 +14,8 @@ from polyrl.errors import PolyrlError, one_line
 from polyrl.run.reporting import Reporter
 from polyrl.run.settings import sampling_of
 from polyrl.run.task_contract import Tasks
+from polyrl.run.validation_desk import ValidationDesk
+from polyrl.run.validation_hosts import attempt_episodes
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalAnswer, LocalEngine, LocalPrompt
 from polyrl.trainer.state.saving import Saver
@@ -30,8 +32,12 @@ def validator(
     reporter: Reporter,
     fleet: Fleet,
     saver: Saver | None = None,
+    desks: Mapping[str, ValidationDesk] | None = None,
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
-    """Return a function that validates a version once; None without an engine, or if the recipe does not validate."""
+    """Return a function that validates a version once; None without an engine, or if the recipe does not validate.
+
+    `desks` play the episodes of validation sets, by name.
+    """
     wanted = recipe.validation
     if engine is None or not recipe.validates:
         return None
@@ -49,7 +55,12 @@ def validator(
 
         async with fleet.validation(), devices.for_validation():
             for name in tasks.validation_names:
-                rewards = await _attempt(recipe, engine, tasks, name)
+                desk = None if desks is None else desks.get(name)
+                if desk is None:
+                    rewards = await _attempt(recipe, engine, tasks, name)
+                else:
+                    rewards = await attempt_episodes(recipe, desk, tasks.held_out(name))
+                    _warn(name, desk.take_failures(), sum(map(len, rewards)))
                 add(f"validation/{name}", rewards)
                 all_rewards += rewards
         add("validation", all_rewards)
@@ -113,10 +124,13 @@ async def _attempt(recipe: Recipe, engine: LocalEngine, tasks: Tasks, name: str)
 
     each = await asyncio.gather(*(score_all(prompt) for prompt in range(len(prompts))))
     scored = [one for attempts in each for one in attempts]
-    reasons = Counter(one for one in scored if isinstance(one, str))
+    _warn(name, Counter(one for one in scored if isinstance(one, str)), len(scored))
+    return [[None if isinstance(one, str) else one for one in attempts] for attempts in each]
+
+
+def _warn(name: str, reasons: Counter[str], num_attempts: int) -> None:
     for reason, times in reasons.most_common(1):
         log.warning(
             "validation of %s: %d of %d attempts are left out; %d of them: %s",
-            name, reasons.total(), len(scored), times, reason,
+            name, reasons.total(), num_attempts, times, reason,
         )  # fmt: skip
-    return [[None if isinstance(one, str) else one for one in attempts] for attempts in each]

@@ -131,6 +131,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("token/trained", "tokens", "answer tokens that entered the loss"),
     Metric("token/through_model", "tokens", "tokens that went through the model, prompts included"),
     Metric("sample/trained", "", "samples that entered the loss"),
+    Metric("sample/sequences", "", "training sequences of the step's samples; above their number, episodes branch"),
     Metric("sample/masked", "", "samples not trained on, though compared with, for example cut at the cap"),
     Metric("sample/left_out", "", "samples left out of the step: `algorithm.max_mismatch` (training-step.md)"),
     Metric("group/trained", "", "groups that they belong to"),

@@ -29,6 +29,7 @@ class LocalAnswer(NamedTuple):
     tokens: list[int]
     finish: str
     """"stop" or "length"; otherwise the reason why there is no complete answer."""
+    logprobs: Sequence[float] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -53,6 +54,7 @@ class LocalEngine:
         self._sink: Sink = _Nobody()
         self._info: EngineInfo | None = None
         self._texts: dict[LeaseId, list[int]] = {}
+        self._logprobs: dict[LeaseId, list[float]] = {}
         self._waited_for: dict[LeaseId, asyncio.Future[str]] = {}
         self._next_lease = -1
 
@@ -98,6 +100,7 @@ class LocalEngine:
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
         if lease < 0:
             self._texts[lease].extend(tokens)
+            self._logprobs[lease].extend(logprobs)
         else:
             self._sink.tokens(lease, tokens, logprobs, version)
 
@@ -118,7 +121,7 @@ class LocalEngine:
             lease = LeaseId(self._next_lease)
             self._next_lease -= 1
             leases.append(lease)
-            self._texts[lease] = []
+            self._texts[lease], self._logprobs[lease] = [], []
             self._waited_for[lease] = loop.create_future()
             sample = SampleId(-lease)
             self._engine.generate(
@@ -126,11 +129,14 @@ class LocalEngine:
             )
         try:
             ends = [await self._end_of(lease) for lease in leases]
-            return [LocalAnswer(self._texts[lease], end) for lease, end in zip(leases, ends, strict=True)]
+            return [
+                LocalAnswer(self._texts[lease], end, self._logprobs[lease])
+                for lease, end in zip(leases, ends, strict=True)
+            ]
         finally:
             for lease in leases:
                 await self._engine.abort(lease)
-                del self._texts[lease], self._waited_for[lease]
+                del self._texts[lease], self._logprobs[lease], self._waited_for[lease]
 
     async def _end_of(self, lease: LeaseId) -> str:
         while True:

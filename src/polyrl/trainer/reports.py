@@ -42,6 +42,8 @@ class StepReport(NamedTuple):
     """Keys: total, generate, train, idle (training's turn, but nothing to train); save and publish once known."""
     parts: Mapping[str, float] = {}
     """The mean of each named part of the reward, over the samples that reached this process and have that part."""
+    num_sequences: int = 0
+    """The number of training sequences that the trained samples are: more than samples where episodes have branches."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self, enc_hook=float)  # some numbers are numpy scalars
@@ -75,6 +77,7 @@ def make_report(
         len(filtered),
         seconds,
         _means_of_parts(one for one, _ in [*trained, *first_sequences(rejected)]),
+        sum(map(len, groups)),
     )
 
 

@@ -13,13 +13,25 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from polyrl.wire.frames import Frame, Goodbye, Leaving, Natural, Parts, PeerText, Release, make_plain
+from polyrl.wire.columns import ANY_ID
+from polyrl.wire.frames import Frame, Goodbye, Leaving, Natural, PeerText, Release, make_plain
 
 MAX_HOST_FRAME_BYTES = 16 << 20
 MAX_TASK_BYTES = 4 << 20
 MAX_CALLS = 4096
 """Calls of one episode."""
+FRAMES_A_SECOND = 50.0
+"""Frames of a host for each of its episodes, of which `LEAST_EPISODES` are counted if it has fewer: an environment of a
+few microseconds makes fewer calls than that. `FRAMES_AT_ONCE` may come in a moment."""
+FRAMES_AT_ONCE = 600
+LEAST_EPISODES = 8
 MAX_REWARD = 1e9
+MAX_STOP_IDS, MAX_STOPS, MAX_STOP_CHARACTERS = 256, 16, 256
+MAX_PARTS = 32
+"""Named parts of a reward that an environment may give; how many turns an episode had may be told beside them."""
+PART_NAME = r"^[A-Za-z0-9_.-]{1,64}$(?!\n)"
+EpisodeParts = Annotated[dict[Annotated[str, Meta(pattern=PART_NAME)], float], Meta(max_length=MAX_PARTS + 1)]
+"""They become names of metrics."""
 
 
 class HeldEpisode(Struct, frozen=True, array_like=True, gc=False):
@@ -56,8 +68,10 @@ class MakeCall(Frame, frozen=True, tag="call", forbid_unknown_fields=True):
     tokens: bytes
     max_tokens: Natural
     """0: as many as there is room for."""
-    stop_ids: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=64)] = ()
-    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
+    stop_ids: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=MAX_STOP_IDS)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)], ...], Meta(max_length=MAX_STOPS)
+    ] = ()
 
 
 class EndEpisode(Frame, frozen=True, tag="end", forbid_unknown_fields=True):
@@ -67,7 +81,7 @@ class EndEpisode(Frame, frozen=True, tag="end", forbid_unknown_fields=True):
     num_calls: Natural
     """Calls whose answers the environment received."""
     reward: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] = 0.0
-    parts: Parts = msgspec.field(default_factory=dict)
+    parts: EpisodeParts = msgspec.field(default_factory=dict)
     why: PeerText = ""
 
     def __post_init__(self) -> None:
@@ -109,6 +123,10 @@ class Play(Frame, frozen=True, tag="play"):
     """Tokens that a prompt and its answer may have together; 0: unknown."""
     max_tokens: int
     """Drawn tokens that an episode may have."""
+    vocabulary: int = ANY_ID
+    """Token ids are below it."""
+    turn_timeout_s: float = 600.0
+    """An environment that takes longer after an answer is over its time."""
 
 
 class CallAnswer(Frame, frozen=True, tag="answer"):

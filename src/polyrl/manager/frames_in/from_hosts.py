@@ -10,7 +10,7 @@ import logging
 from typing import assert_never
 
 from polyrl.errors import Refused, plain
-from polyrl.ids import Seconds, show_sample
+from polyrl.ids import SampleId, Seconds, show_sample
 from polyrl.manager import to_hosts
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt, num_received, prompt_of, remember_prompt
 from polyrl.manager.lobby import Lobby
@@ -112,10 +112,10 @@ def _hello(lobby: Lobby, session: HostSession, hello: host_frames.HostHello) -> 
         session.say(host_frames.HostWelcome(()))
         return
     samples = run.desk.samples
-    ours = {host_frames.HeldEpisode(one, samples[one].attempt): None for one in host.episodes}
+    ours, theirs = {host_frames.HeldEpisode(one, samples[one].attempt) for one in host.episodes}, set(hello.held)
     session.say(host_frames.HostWelcome(tuple(one for one in hello.held if one in ours)))
     for one in host.episodes:
-        if host_frames.HeldEpisode(one, samples[one].attempt) not in hello.held:
+        if host_frames.HeldEpisode(one, samples[one].attempt) not in theirs:
             to_hosts.play(run, session, one, samples[one].attempt)
     if hello.draining:
         drain(lobby, session, hello.draining)
@@ -160,30 +160,26 @@ def _call(run: Run, session: HostSession, frame: host_frames.MakeCall) -> None:
         run.lobby.dirty_hosts[session.name] = session
         run.lobby.is_urgent = True
         return
+    if text.asked >= (frame.attempt, frame.number):
+        raise Refused("call", f"call {frame.number} of episode {show_sample(sample.id)} was made with another prompt")
+    text.asked = (frame.attempt, frame.number)
     most = min(room, frame.max_tokens) if frame.max_tokens else room
+    _keep_call(run, text, frame, start, most)
+    remember_prompt(text.calls, prompt)
+    run.tell(e.CallMade(sample.id, sample.attempt, start, start, start + most))
+
+
+def _keep_call(run: Run, text: SampleTokens, frame: host_frames.MakeCall, start: int, most: int) -> None:
+    """Put a new call on file, in place of those from its number on."""
     is_cut = text.num_tokens > start
     if is_cut:
-        log.info("episode %s takes another way at call %d", show_sample(sample.id), frame.number)
+        log.info("episode %s takes another way at call %d", show_sample(SampleId(frame.sample)), frame.number)
         text.cut(frame.number, start)
-    text.calls.append(CallRecord(frame.base, frame.kept, frame.tokens, start, most, frame.stop_ids, frame.stop))
-    remember_prompt(text.calls, prompt)
+    del text.calls[frame.number :]  # also one of which nothing was drawn yet
+    record = (frame.base, frame.kept, frame.tokens, start, most, frame.stop_ids, frame.stop)
+    text.calls.append(CallRecord(*record))
     run.note_grants()
-    run.lobby.journal.add_note(
-        CallKept(
-            sample.id,
-            frame.number,
-            start,
-            is_cut,
-            frame.base,
-            frame.kept,
-            frame.tokens,
-            start,
-            most,
-            frame.stop_ids,
-            frame.stop,
-        )
-    )
-    run.tell(e.CallMade(sample.id, sample.attempt, start, start, start + most))
+    run.lobby.journal.add_note(CallKept(frame.sample, frame.number, start, is_cut, *record))
 
 
 def _repeat(
@@ -191,6 +187,7 @@ def _repeat(
 ) -> None:
     """Answer a call that was made before, or go on with it."""
     text = run.payload.tokens_of(sample.id)
+    text.asked = max(text.asked, (frame.attempt, frame.number))
     if known.end != OPEN:
         to_hosts.answer(run, session, sample.id, sample.attempt, frame.number)
     elif sample.state == "playing":  # an attempt before this one got so far

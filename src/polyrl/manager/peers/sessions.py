@@ -9,11 +9,11 @@ from_trainer.py).
 from polyrl.ids import HostName, Incarnation, WorkerName
 from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.peers.link import Link
-from polyrl.scheduling.core.hosts import FIRST_EPISODES
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames, host_frames
 from polyrl.wire.columns import ANY_ID, Vocabulary, in_pieces
 from polyrl.wire.control import AnswerRules, HostJoinRequest, JoinRequest
+from polyrl.wire.host_frames import FRAMES_A_SECOND, FRAMES_AT_ONCE, LEAST_EPISODES
 
 _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
@@ -25,8 +25,6 @@ when workers report more than once a second)."""
 _SMALL_FRAMES_A_BEAT = 8
 """Such frames from then on, or that many a second if beats are rarer. An honest worker sends a Report, and seldom
 another."""
-_HOST_FRAMES_A_SECOND = 50.0
-"""Frames of a host for each of its episodes: an environment of a few microseconds makes fewer calls than that."""
 _LATE_ROWS_A_FRAME = 256
 _LATE_TOKENS_A_FRAME = 4096
 """Late rows and tokens that count as one small frame. An honest worker goes on with an aborted sample until it hears of
@@ -175,11 +173,11 @@ class HostSession:
 
     def may_say(self, now: float, num_episodes: int) -> bool:
         """Count a frame. Returns False when there are far too many: calls of an episode wait for each other."""
-        num = max(FIRST_EPISODES, num_episodes)
+        num = max(LEAST_EPISODES, num_episodes)
         passed_s = max(0.0, now - self._counted_at)
         self._counted_at = now
-        self._num_small = max(0.0, self._num_small - passed_s * _HOST_FRAMES_A_SECOND * num) + 1.0
-        return self._num_small <= _MOST_SMALL_FRAMES + 4 * num
+        self._num_small = max(0.0, self._num_small - passed_s * FRAMES_A_SECOND * num) + 1.0
+        return self._num_small <= FRAMES_AT_ONCE + 4 * num
 
     def say(self, frame: host_frames.ToHost) -> None:
         self._gathered.append(frame)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyrl.config.model_dir import read_facts
-from polyrl.errors import UserError
+from polyrl.data.text_parts import load_text_parts
 from polyrl.manager.serving.requests import AskError, wrong
 
 if TYPE_CHECKING:
@@ -97,22 +97,8 @@ class Served(NamedTuple):
 
 def load(folder: Path) -> Served:
     """Load a model's directory. Raises UserError for one that cannot be served in text."""
-    try:
-        from tokenizers import Tokenizer
-
-        from polyrl.data.chat_template import load_template
-    except ImportError as error:
-        raise UserError(f"text needs {error.name}: pip install 'polyrl[serve]'") from error
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise UserError(f"{folder}: no tokenizer.json there; expected a Hugging Face model directory")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{file}: not a tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    facts, template = read_facts(folder), load_template(folder)
+    tokenizer, template = load_text_parts(folder)
+    facts = read_facts(folder)
     text = TextModel(tokenizer, template=template, end_ids=facts.known_end_ids, max_context=facts.max_context)
     return Served(facts.name, text, facts.max_context)
 

@@ -72,6 +72,8 @@ class TrackedSample(Struct, gc=False):
     """How often it ended as a failure of its environment."""
     failed_at: int = -1
     """The seat of the host where it last failed."""
+    num_losses: int = 0
+    """How often its host was lost since a call of it was last answered."""
 
 
 class TrackedGroup(Struct, gc=False):

@@ -23,7 +23,8 @@ from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedS
 from polyrl.scheduling.parts import hosting, leases, rounds
 
 MAX_HOST_LOSSES = 10
-"""An episode whose hosts were lost this often is the likely cause, and leaves its group."""
+"""An episode whose hosts were lost this often, with no call answered in between, is the likely cause, and leaves its
+group. A long episode that gets on from host to host is not: machines die for reasons of their own."""
 _MAX_NAMES = 1000
 """Names of hosts that are remembered, beyond those that are there."""
 
@@ -86,7 +87,8 @@ def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
         round_ = desk.round_of(sample)
         _take_back(desk, sample, round_, why, now)
         hosting.leave(desk, sample, now)
-        if sample.attempt - sample.num_faults >= MAX_HOST_LOSSES:
+        sample.num_losses += 1
+        if sample.num_losses >= MAX_HOST_LOSSES:
             _give_up(desk, sample, round_, "all of its hosts were lost", now)
         else:
             hosting.queue(desk, sample, round_)
@@ -193,7 +195,7 @@ def call_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     worker = leases.end_lease(desk, sample, round_, now)
     sample.writer = worker.seat
-    sample.num_failures = 0
+    sample.num_failures = sample.num_losses = 0
     sample.call_start = sample.num_tokens
     _play(desk, sample, round_, now)
     desk.commands.append(AnswerCall(host.name, sample.id, sample.attempt))
