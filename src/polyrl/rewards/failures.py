@@ -42,7 +42,7 @@ class RewardFailures:
             self.stop(self._why(key))
 
     def stop(self, why: str) -> None:
-        """Give up for this reason: no answer can have a reward."""
+        """End the run with this line, unless it ends already."""
         if not self._hopeless.is_set():
             self._why_hopeless = why
             self._hopeless.set()

@@ -33,8 +33,8 @@ OURS = {
     "judge": "polyrl.rewards.judge:Judge",
     "reward_model": "polyrl.rewards.reward_model:RewardModel",
 }
-COMPARING = ("arithmetic", "math", "code")
-"""Those of ours that compare with something of the row."""
+COMPARING = ("arithmetic", "math")
+"""Those of ours that compare with the row's answer: every row must have one."""
 MODELS = ("judge", "reward_model")
 """Those of ours that ask a model."""
 SCORE = "score"
@@ -111,9 +111,10 @@ def find_reward(name: str, key: str = "reward") -> RewardFunction:
 
 def needs_answer(functions: Iterable[WeightedReward]) -> bool | str:
     """Whether rows need an answer for functions of ours; a text: a row does that lacks the column of this name."""
-    ours = [one for one in functions if one.function in COMPARING]
-    columns = [str(one.args.get("tests", "tests")) for one in ours if one.function == "code"]
-    return columns[0] if columns and len(columns) == len(ours) else bool(ours)
+    chosen = list(functions)
+    columns = [str(one.args.get("tests", "tests")) for one in chosen if one.function == "code"]
+    compares = any(one.function in COMPARING for one in chosen)
+    return columns[0] if columns and not compares else compares
 
 
 def check_reward(function: RewardFunction, arguments: Mapping[str, Any], key: str) -> None:

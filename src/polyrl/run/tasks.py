@@ -23,7 +23,14 @@ from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardStops, RewardUnavailable, needs_answer
+from polyrl.rewards.reward import (
+    Reward,
+    RewardFailed,
+    RewardInput,
+    RewardStops,
+    RewardUnavailable,
+    needs_answer,
+)
 from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.rewards.watching import RewardWatch
 from polyrl.run.encryption import encryption
@@ -245,8 +252,8 @@ def load_tasks(recipe: Recipe, run_dir: Path | None = None) -> RecipeTasks:
     """
     surroundings = _surroundings(recipe, run_dir)
     tokenizer, domains = _open_all(recipe, surroundings)
-    pool = _make_pool(recipe.rewards, surroundings)
-    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, recipe.validation.solved_above, run_dir)
+    pool, solved_above = _make_pool(recipe.rewards, surroundings), recipe.validation.solved_above
+    tasks = RecipeTasks(domains, tokenizer, pool, recipe.rewards, solved_above, run_dir)
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
