@@ -227,7 +227,7 @@ def test_a_worker_without_bubblewrap_is_no_place_for_programs_that_a_model_wrote
     monkeypatch.setenv("PATH", str(tmp_path))
 
     async def scenario() -> None:
-        wanted = terms("polyrl.rewards.code:score")
+        wanted = terms("code")
         async with manager(tmp_path) as live, scoring(live, wanted), reward_worker(live) as (_, life):
             over = await asyncio.wait_for(life, PATIENCE_S)
             assert over.is_misfit and "cannot score this run here" in str(over) and "bubblewrap" in str(over)
@@ -240,17 +240,17 @@ def test_programs_run_in_the_sandbox_of_the_reward_worker(tmp_path: Path):
     async def scenario() -> None:
         async with (
             manager(tmp_path) as live,
-            scoring(live, terms("polyrl.rewards.code:score")) as pool,
+            scoring(live, terms("code")) as pool,
             reward_worker(live, places=2),
         ):
             cases = [{"input": "2 3", "output": "5"}]
             right = "```python\nprint(sum(map(int, input().split())))\n```"
             found = [
-                await pool.score("polyrl.rewards.code:score", given(one, tests=cases), {"cpu_s": 0.5, "sandboxes": 1})
+                await pool.score("code", given(one, tests=cases), {"cpu_s": 0.5, "sandboxes": 1})
                 for one in (right, "```python\nprint(4)\n```", "```python\nwhile True: pass\n```")
             ]
             assert [one.score for one in found] == [1.0, 0.0, 0.0]
-            assert found[2].parts["timed_out"] == 1.0
+            assert [one.outcome for one in found] == ["scored", "scored", "timed_out"]
 
     run(scenario(), 90.0)
 

@@ -187,7 +187,9 @@ async def serving(
     server: DashboardServer, site: Callable[[web.AppRunner], web.BaseSite]
 ) -> AsyncIterator[web.BaseSite]:
     """Serve on a site: a port, or a socket. Raises OSError."""
-    runner = web.AppRunner(server.app(), handle_signals=False, shutdown_timeout=1.0, access_log=None)
+    runner = web.AppRunner(
+        server.app(), handle_signals=False, shutdown_timeout=1.0, access_log=None, handler_cancellation=True
+    )
     await runner.setup()
     try:
         made = site(runner)

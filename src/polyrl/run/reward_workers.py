@@ -65,6 +65,7 @@ def terms_of(recipe: Recipe) -> RewardTerms:
         memory_bytes=rewards.memory_bytes,
         environment=rewards.environment,
         sandbox=rewards.sandbox,
+        start_s=rewards.start_timeout_s,
     )
 
 

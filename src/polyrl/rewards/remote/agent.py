@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from polyrl.errors import ConfigError, PolyrlError, UserError, one_line
+from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
@@ -267,7 +268,10 @@ class RewardAgent:
         """Raises ConfigError without the sandbox that is wanted."""
         names = [one.function for one in terms.functions.values()]
         walls = look_for_walls(names, None) if terms.sandbox else None
-        return Surroundings(self._options.log, terms.memory_bytes, terms.environment, walls=walls)
+        facts = RunFacts(timeout_s=terms.wall_s, processes=self._options.places)
+        return Surroundings(
+            self._options.log, terms.memory_bytes, terms.environment, walls=walls, facts=facts, start_s=terms.start_s
+        )
 
     async def _drop_jobs(self) -> None:
         pool, self._pool, self._rules = self._pool, None, None

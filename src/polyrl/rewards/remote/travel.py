@@ -33,6 +33,8 @@ class RewardTerms(Struct, frozen=True, kw_only=True):
     """Variables of the reward worker's own that functions get although they look like secrets."""
     sandbox: bool = False
     """Run the processes in a sandbox of the reward worker's."""
+    start_s: Annotated[float, Meta(gt=0, le=_MAX_S)] = 60.0
+    """The time for a process to start and to make its functions ready."""
 
 
 class _TravellingFailure(Struct, frozen=True, tag=True, array_like=True):
