@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
-from polyrl.rewards.line import START_TIMEOUT_S, Surroundings
+from polyrl.rewards.line import Surroundings
 from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, decode_reply, encode, take_messages
 from polyrl.rewards.reward import MODELS, OURS, check_reward, find_reward
 
@@ -52,7 +52,7 @@ def _check_elsewhere(functions: Mapping[str, WeightedReward], surroundings: Surr
                 env=words.environment,
             )
         try:
-            ours.settimeout(START_TIMEOUT_S)
+            ours.settimeout(surroundings.start_s)
             ours.sendall(encode(RewardSetup(list(sys.path), surroundings.memory_bytes)))
             for key, one in functions.items():
                 _check(ours, key, one)
@@ -72,7 +72,7 @@ def _check(line: socket.socket, key: str, reward: WeightedReward) -> None:
                 raise ConfigError(f'{key}: "{name}": importing it ended its process')
             buffer += data
     except TimeoutError as error:
-        raise ConfigError(f'{key}: "{name}": cannot be imported within {START_TIMEOUT_S:g} s') from error
+        raise ConfigError(f'{key}: "{name}": cannot be imported within {line.gettimeout():g} s') from error
     except OSError as error:
         raise ConfigError(f'{key}: "{name}": importing it ended its process') from error
     if isinstance(replies[0], Failed):
