@@ -332,3 +332,11 @@ def burns(given: RewardInput) -> float:
     while time.process_time() < until:
         pass
     return 1.0
+
+
+class NeverReady:
+    def start(self) -> None:
+        time.sleep(3600)
+
+    def __call__(self, given: RewardInput) -> float:
+        return 1.0

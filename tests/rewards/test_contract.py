@@ -10,10 +10,12 @@ from tests.rewards.test_pool import given, score, with_pool
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards import weighing
+from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardTimedOut, RewardUnavailable
 from polyrl.rewards.weighing import weigh
+from polyrl.wire.reward_frames import RewardSeat
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +123,39 @@ def test_the_function_that_took_longest_says_the_cpu_time_and_whether_the_answer
     found = weigh(functions, [Reward(0.4, {}, "timed_out", 3.0), Reward(1.0)])
     assert (found.outcome, found.correct) == ("timed_out", False)
     assert weigh(functions, [Reward(1.0), Reward(1.0)]).correct is None  # nobody measured anything
+
+
+def test_a_process_that_is_not_ready_in_time_is_no_answer_that_took_too_long():
+    async def body(pool: RewardPool) -> None:
+        slow = WeightedReward(function="own_rewards:NeverReady", timeout_score=-1.0)
+        with pytest.raises(RewardFailed, match=r"NeverReady: its process was not ready within 0\.5 s") as caught:
+            await weighing.score(pool, [slow], given())
+        assert not isinstance(caught.value, RewardTimedOut)
+
+    with_pool(body, surroundings=Surroundings(start_s=0.5))
+
+
+def test_the_look_at_a_module_before_the_run_has_the_recipes_time_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r'data\.reward: "slow_to_import:one": cannot be imported within 0\.5 s'):
+        check_functions({"data.reward": WeightedReward(function="slow_to_import:one")}, Surroundings(start_s=0.5))
+
+
+def test_a_reward_worker_has_the_recipes_time_to_start_before_it_is_sent_away():
+    async def body(pool: RewardPool) -> None:
+        pool.remote.connected(lambda _: None)
+        pool.remote.hear_fleet((RewardSeat("far", "life", 1, 1, draining=False),))
+        asked = asyncio.create_task(pool.score("own_rewards:NeverReady", given()))
+        while not pool.state().running:
+            await asyncio.sleep(0.01)
+        now = asyncio.get_running_loop().time()
+        pool.remote.look(now + 600.0)
+        assert pool.remote.num_workers == 1, "it may still load a model: twice 300 s to start and 20 s to score"
+        pool.remote.look(now + 700.0)
+        assert pool.remote.num_workers == 0
+        asked.cancel()
+
+    with_pool(body, processes=0, surroundings=Surroundings(start_s=300.0))

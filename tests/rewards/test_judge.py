@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import shutil
 import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,16 +13,16 @@ import pytest
 from tests.rewards.judge_server import USAGE, Act, Asked, StandIn, stand_in
 
 from polyrl.config.load import build
-from polyrl.config.rewards import RewardsSection, WeightedReward
+from polyrl.config.recipe_files import load_recipe
+from polyrl.config.rewards import ASKS_MODEL, OWN_SANDBOX, STAYS, RewardsSection, WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.judge import Judge
 from polyrl.rewards.judging.account import JudgeAccount
 from polyrl.rewards.judging.questions import JudgeArgs
-from polyrl.rewards.line import Surroundings
-from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.models.settings import RewardModelArgs
 from polyrl.rewards.reward import (
+    OURS,
     Reward,
     RewardFailed,
     RewardInput,
@@ -33,7 +32,6 @@ from polyrl.rewards.reward import (
     find_reward,
     is_async,
 )
-from polyrl.rewards.sandbox.walls import look_for_walls
 
 Result = TypeVar("Result")
 
@@ -452,22 +450,27 @@ def test_every_argument_is_in_a_table_of_the_guide():
     assert named == {*JudgeArgs.__struct_fields__, *RewardModelArgs.__struct_fields__}
 
 
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [
-        (
-            WeightedReward(function="polyrl.rewards.judge:Judge", whole_group=True),
-            r"rewards\.functions\.0\.whole_group: .*Judge scores one answer",
-        ),
-        (
-            WeightedReward(function="polyrl.rewards.judge:Judge"),
-            r"rewards\.sandbox: polyrl\.rewards\.judge:Judge needs the",
-        ),
-    ],
-)
-def test_a_judge_is_for_single_answers_and_outside_of_a_sandbox(function: WeightedReward, line: str):
-    if function.whole_group is False and shutil.which("bwrap") is None:
-        pytest.skip("needs bubblewrap")
-    walls = None if function.whole_group else look_for_walls([])
-    with pytest.raises(ConfigError, match=f"^{line}"):
-        check_functions({"rewards.functions.0.function": function}, Surroundings(walls=walls))
+@pytest.mark.parametrize("function", ASKS_MODEL)
+def test_a_judge_and_a_reward_model_are_for_single_answers(function: str):
+    with pytest.raises(ValueError, match=f"^whole_group: {function} scores one answer"):
+        WeightedReward(function=function, whole_group=True)
+
+
+@pytest.mark.parametrize("function", ASKS_MODEL)
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_judge_and_a_reward_model_are_refused_in_a_sandbox_wherever_it_is(function: str, processes: int):
+    settings = [f"data.reward={function}", "rewards.sandbox=true", f"rewards.processes={processes}"]
+    with pytest.raises(ConfigError, match=rf"^rewards\.sandbox: {function} needs the network, or a model's files"):
+        load_recipe("arithmetic", settings)
+
+
+@pytest.mark.parametrize("function", STAYS)
+def test_a_judge_is_refused_where_reward_workers_alone_score(function: str):
+    with pytest.raises(ConfigError, match=rf"^rewards\.processes: got 0, expected at least 1, for {function}"):
+        load_recipe("arithmetic", [f"data.reward={function}", "rewards.processes=0"])
+
+
+def test_names_in_settings_are_those_of_the_functions():
+    assert {OURS[name] for name in (*OWN_SANDBOX, *ASKS_MODEL) if name in OURS} == {
+        name for name in (*OWN_SANDBOX, *ASKS_MODEL) if name not in OURS
+    }

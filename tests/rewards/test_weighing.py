@@ -50,7 +50,10 @@ def test_a_domain_without_a_reward_has_all_functions_and_one_may_name_some():
         (['rewards.functions=[{function="a:f"},{function="b:f"}]'], "rewards.functions.1.name: 'f' is there twice"),
         (['rewards.functions=[{function="a:f",name="x y"}]'], "rewards.functions.0.name: got 'x y', expected up to 64"),
         (['rewards.functions=[{function="a:f",wieght=2}]'], "rewards.functions.0.wieght: unknown key"),
-        (["data.reward=[]"], "data.reward: got none, expected arithmetic, math, code or module:function"),
+        (
+            ["data.reward=[]"],
+            "data.reward: got none, expected arithmetic, math, code, judge, reward_model or module",
+        ),
         (["rewards.memory_gb=0"], "rewards.memory_gb: got 0"),
     ],
 )

@@ -142,7 +142,10 @@ def test_equal_rewards_are_filtered_where_they_teach_nothing_unless_the_recipe_s
         (['rollout.stop=["x", ""]'], "rollout.stop.1: got an empty text, which every answer has at once"),
         (["name=.."], "name: got '..', expected a name that a directory can have"),
         (["name=a/b"], "name: got 'a/b', expected a name that a directory can have"),
-        (["data.source=file.jsonl"], "data.reward: missing, expected arithmetic, math, code or module:function"),
+        (
+            ["data.source=file.jsonl"],
+            "data.reward: missing, expected arithmetic, math, code, judge, reward_model or",
+        ),
         (["data.source="], 'data.source: missing, expected a file, a directory or "arithmetic"'),
         (["data.template=Solve it."], "data.template: has no {prompt}, expected the place where the prompt goes"),
         (["data.template={prompt} {"], "data.template: Single '{' encountered in format string"),

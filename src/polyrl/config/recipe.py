@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
-from polyrl.config.rewards import OWN_SANDBOX, STAYS, RewardsSection, WeightedReward
+from polyrl.config.rewards import REWARD_NAMES, RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -407,7 +407,7 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.validation_args and not any(is_own(one) or (self.environment and one == HELD_OUT) for one in places):
             raise ValueError("validation_args: is for a source of your own, and data.validation names none")
         if not self.reward and self.reward is not None:
-            raise ValueError("reward: got none, expected arithmetic, math, code or module:function")
+            raise ValueError(f"reward: got none, expected {REWARD_NAMES}")
         if self.system and not self.chat:
             raise ValueError("system: is for chat = true alone; otherwise the template is the place for it")
         if isinstance(self.validation, dict) and not all(self.validation):
@@ -775,13 +775,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from error
             used = [one.title for one in chosen]
-            if self.rewards.sandbox and any(one.function == OWN_SANDBOX for one in chosen):
-                raise ValueError(f"rewards.sandbox: {OWN_SANDBOX} has a sandbox of its own, which none can be around")
-            stays = [one.function for one in chosen if one.function in STAYS]
-            if stays and not self.rewards.processes:
-                raise ValueError(
-                    f"rewards.processes: got 0, expected at least 1, for {stays[0]}, which no reward worker gets"
-                )
+            self.rewards.check_place(chosen)
             unused = [one for one in unused if one not in used]
         if unused:
             raise ValueError(f"rewards.functions: no domain uses {unused[0]}; name it in data.reward, or leave it out")

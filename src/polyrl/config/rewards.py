@@ -11,10 +11,13 @@ _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
 _SLOTS_ELSEWHERE = 64
 """Rewards in progress where all of them run on reward workers, whose places nobody knows before."""
-OWN_SANDBOX = "code"
-"""The function of ours that runs programs in a sandbox."""
-STAYS = ("judge",)
-"""Functions of ours that no reward worker gets: keys and budget are the run's own."""
+OWN_SANDBOX = ("code", "polyrl.rewards.code:CodeReward")
+"""The function of ours that runs programs in a sandbox, by both of its names."""
+STAYS = ("judge", "polyrl.rewards.judge:Judge")
+"""The function of ours that no reward worker gets, by both of its names: keys and budget are the run's own."""
+ASKS_MODEL = (*STAYS, "reward_model", "polyrl.rewards.reward_model:RewardModel")
+"""Functions of ours that ask a model about one answer."""
+REWARD_NAMES = "arithmetic, math, code, judge, reward_model or module:function"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -40,7 +43,7 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name: got {self.name!r}, expected up to 64 letters, digits, _ . or -")
-        if self.whole_group and ":" not in self.function:
+        if self.whole_group and (":" not in self.function or self.function in (*OWN_SANDBOX, *ASKS_MODEL)):
             raise ValueError(f"whole_group: {self.function} scores one answer, expected a function of your own")
 
     @property
@@ -105,6 +108,18 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return self.slots
         return _SLOTS_PER_PROCESS * self.processes if self.processes else _SLOTS_ELSEWHERE
 
+    def check_place(self, functions: tuple[WeightedReward, ...]) -> None:
+        """Raise ValueError for functions that cannot run where these settings want them."""
+        for name in (one.function for one in functions):
+            if self.sandbox and name in OWN_SANDBOX:
+                raise ValueError(f"rewards.sandbox: {name} has a sandbox of its own, which none can be around")
+            if self.sandbox and name in ASKS_MODEL:
+                raise ValueError(f"rewards.sandbox: {name} needs the network, or a model's files; leave it out")
+            if not self.processes and name in STAYS:
+                raise ValueError(
+                    f"rewards.processes: got 0, expected at least 1, for {name}, which no reward worker gets"
+                )
+
     def chosen(self, reward: str | tuple[str, ...] | None, own: str | None) -> tuple[WeightedReward, ...]:
         """Return the functions that score a domain's answers: `reward` is its setting, `own` its source's default.
 
@@ -114,9 +129,7 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if self.functions:
                 return self.functions
             if own is None:
-                raise ValueError(
-                    "missing, expected arithmetic, math, code or module:function, or [[rewards.functions]]"
-                )
+                raise ValueError(f"missing, expected {REWARD_NAMES}, or [[rewards.functions]]")
             reward = own
         known = {one.title: one for one in self.functions}
         names = (reward,) if isinstance(reward, str) else reward

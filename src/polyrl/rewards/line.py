@@ -135,7 +135,8 @@ class RewardCall(NamedTuple):
 
 
 class ProcessBroke(Exception):
-    """The process ended before it answered. `is_own` means that no other answer can have caused it."""
+    """The process ended before it answered. `is_own` means that no other answer can have caused it; `timed_out`, that a
+    function took too long. A process that was not ready in time is no such function."""
 
     def __init__(self, reason: str, *, is_own: bool, timed_out: bool = False, cpu_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -344,7 +345,7 @@ class RewardProcess(asyncio.Protocol):
         if any(one.began_at is not None for one in self._waiting.values()):  # another function runs first
             waiting.timer = self._loop.call_later(self._surroundings.start_s, self._not_begun, nonce)
             return
-        self._break(f"its process was not ready within {self._surroundings.start_s:g} s", timed_out=True)
+        self._break(f"its process was not ready within {self._surroundings.start_s:g} s", is_late=True)
 
     def _overdue(self, nonce: bytes) -> None:
         pid = self.pid if self._surroundings.walls is None or self.pid is None else pid_inside(self.pid)
@@ -358,8 +359,10 @@ class RewardProcess(asyncio.Protocol):
         if waiting is not None:  # no reply came meanwhile
             self._break(f"took longer than {waiting.call.wall_s(is_async=self.is_shared):g} s", timed_out=True)
 
-    def _break(self, reason: str, *, timed_out: bool = False, is_over: bool = False, cpu_s: float = 0.0) -> None:
-        """End the process, and fail all pending requests.
+    def _break(
+        self, reason: str, *, timed_out: bool = False, is_late: bool = False, is_over: bool = False, cpu_s: float = 0.0
+    ) -> None:
+        """End the process, and fail all pending requests. `is_late`: it was not ready in time.
 
         If several functions were running, it is unknown which of them broke it; `is_own` is set only if there was one.
         """
@@ -368,7 +371,7 @@ class RewardProcess(asyncio.Protocol):
         self._broken = reason
         self._kill()
         begun = [one for one in self._waiting.values() if one.began_at is not None]
-        alone = len(begun) <= 1 if timed_out else len(self._waiting) == 1 and not self._num_answered
+        alone = len(begun) <= 1 if timed_out or is_late else len(self._waiting) == 1 and not self._num_answered
         for waiting in self._waiting.values():
             self._stop_timer(waiting)
             is_own = alone and (waiting.began_at is not None or not begun)

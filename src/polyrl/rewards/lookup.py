@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from polyrl.config.plugins import is_own
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
-from polyrl.rewards.line import START_TIMEOUT_S, Surroundings
+from polyrl.rewards.line import Surroundings
 from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, decode_reply, encode, take_messages
-from polyrl.rewards.reward import MODELS, OURS, check_reward, find_reward
+from polyrl.rewards.reward import OURS, check_reward, find_reward
+
+_ANYWHERE = {"code": "polyrl.rewards.sandbox.scoring:ProgramReward"}
+"""Functions of ours that cannot be imported on every machine, and those with the same arguments that can."""
 
 
 def check_functions(functions: Mapping[str, WeightedReward], surroundings: Surroundings | None = None) -> None:
@@ -22,20 +26,22 @@ def check_functions(functions: Mapping[str, WeightedReward], surroundings: Surro
         surroundings.walls.check()
     theirs = {key: one for key, one in functions.items() if one.function not in OURS and ":" in one.function}
     for key, one in functions.items():
-        _check_model(key, one, surroundings)
         if key not in theirs:
             check_reward(find_reward(one.function, key), one.args, key)
     if theirs:
         _check_elsewhere(theirs, surroundings)
 
 
-def _check_model(key: str, one: WeightedReward, surroundings: Surroundings) -> None:
-    if one.function not in (*MODELS, *map(OURS.__getitem__, MODELS)):
-        return
-    if one.whole_group:
-        raise ConfigError(f"{key.removesuffix('.function')}.whole_group: {one.function} scores one answer at a time")
-    if surroundings.walls is not None:
-        raise ConfigError(f"rewards.sandbox: {one.function} needs the network, or a model's files; leave it out")
+def check_sent(functions: Mapping[str, WeightedReward]) -> None:
+    """Check the functions of a run in which reward workers alone score, as far as their machines do not matter.
+
+    Modules of a person's own, bubblewrap and the folders of models need not be here: reward workers look for them.
+    Raises ConfigError.
+    """
+    for key, one in functions.items():
+        if is_own(one.function) or (one.function == "reward_model" and "path" in one.args):
+            continue
+        check_reward(find_reward(_ANYWHERE.get(one.function, one.function), key), one.args, key)
 
 
 def _check_elsewhere(functions: Mapping[str, WeightedReward], surroundings: Surroundings) -> None:
@@ -52,7 +58,7 @@ def _check_elsewhere(functions: Mapping[str, WeightedReward], surroundings: Surr
                 env=words.environment,
             )
         try:
-            ours.settimeout(START_TIMEOUT_S)
+            ours.settimeout(surroundings.start_s)
             ours.sendall(encode(RewardSetup(list(sys.path), surroundings.memory_bytes)))
             for key, one in functions.items():
                 _check(ours, key, one)
@@ -72,7 +78,7 @@ def _check(line: socket.socket, key: str, reward: WeightedReward) -> None:
                 raise ConfigError(f'{key}: "{name}": importing it ended its process')
             buffer += data
     except TimeoutError as error:
-        raise ConfigError(f'{key}: "{name}": cannot be imported within {START_TIMEOUT_S:g} s') from error
+        raise ConfigError(f'{key}: "{name}": cannot be imported within {line.gettimeout():g} s') from error
     except OSError as error:
         raise ConfigError(f'{key}: "{name}": importing it ended its process') from error
     if isinstance(replies[0], Failed):

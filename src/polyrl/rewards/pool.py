@@ -67,7 +67,7 @@ class RewardPool:
         self._surroundings = Surroundings() if surroundings is None else surroundings
         self._processes: list[RewardProcess] = []
         self._queue: deque[_Place] = deque()
-        self.remote = RemotePlaces(self._fill)
+        self.remote = RemotePlaces(self._fill, self._surroundings.start_s)
         """The places at reward workers: none before a dispatcher tells of some."""
         self._asking: set[asyncio.Task[ScoredReply]] = set()
         self._ending: set[asyncio.Task[None]] = set()

@@ -35,8 +35,6 @@ OURS = {
 }
 COMPARING = ("arithmetic", "math")
 """Those of ours that compare with the row's answer: every row must have one."""
-MODELS = ("judge", "reward_model")
-"""Those of ours that ask a model."""
 SCORE = "score"
 """The key of the reward itself in a dict of parts, if it is not the sum of the parts."""
 MAX_PARTS = 32

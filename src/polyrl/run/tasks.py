@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from polyrl.config.plugins import is_own
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
@@ -21,7 +20,7 @@ from polyrl.rewards.failures import FailureKey, RewardFailures
 from polyrl.rewards.groups import AnswerFacts, make_group
 from polyrl.rewards.judging.account import JudgeMeter
 from polyrl.rewards.line import Surroundings
-from polyrl.rewards.lookup import check_functions
+from polyrl.rewards.lookup import check_functions, check_sent
 from polyrl.rewards.once import ScoredOnce
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import (
@@ -344,12 +343,10 @@ def _open_all(
 ) -> tuple[ModelTokenizer, list[Domain]]:
     """`one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
-    found = reward_keys(recipe)
-    if (
-        not recipe.rewards.processes
-    ):  # reward workers check that they have the person's functions: they need not be here
-        found = {key: one for key, one in found.items() if not is_own(one.function)}
-    check_functions(found, surroundings)
+    if recipe.rewards.processes:
+        check_functions(reward_keys(recipe), surroundings)
+    else:
+        check_sent(reward_keys(recipe))
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     return tokenizer, [_open(recipe, domain, tokenizer, room, key, one_step=one_step) for domain, key in named]

@@ -12,7 +12,7 @@ import pytest
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
-from polyrl.rewards.lookup import check_functions
+from polyrl.rewards.lookup import check_functions, check_sent
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable, needs_answer
 from polyrl.rewards.sandbox.program import CallCase, CaseVerdict, InputCase, PytestCase, Verdict
@@ -177,3 +177,19 @@ def test_sandboxes_end_with_the_process_that_opened_them():
     assert len(inside) == 6, "bubblewrap, its process 1 and the zygote, twice"
     _, alive = psutil.wait_procs(inside, timeout=5.0)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_where_reward_workers_alone_score_their_machine_has_what_functions_need(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delitem(sys.modules, "polyrl.rewards.code", raising=False)
+    key = "rewards.functions.0.function"
+    for function, args in (
+        ("code", {"cpu_s": 2.0}),
+        ("reward_model", {"path": "/nowhere/model"}),
+        ("not_here:graded", {"any": 1}),
+    ):
+        check_sent({key: WeightedReward(function=function, args=args)})
+    with pytest.raises(ConfigError, match=r"^rewards\.functions\.0\.args\.cpu: unknown key"):
+        check_sent({key: WeightedReward(function="code", args={"cpu": 2.0})})
+    with pytest.raises(ConfigError, match=r'^rewards\.functions\.0\.function: unknown name "cod"'):
+        check_sent({key: WeightedReward(function="cod")})

@@ -68,10 +68,9 @@ class _Job:
         self.sent_at = 0.0
         self.result: asyncio.Future[ScoredReply] = asyncio.get_running_loop().create_future()
 
-    @property
-    def patience_s(self) -> float:
-        """How long a worker may keep it: it may have to score it a second time, in a process of its own."""
-        return 2.0 * (START_TIMEOUT_S + self.call.timeout_s) + _GRACE_S
+    def patience_s(self, start_s: float) -> float:
+        """Return how long a worker may keep it: it may have to score it a second time, in a process of its own."""
+        return 2.0 * (start_s + self.call.timeout_s) + _GRACE_S
 
 
 class _RemoteWorker:
@@ -129,10 +128,10 @@ class RemotePlace:
 
 
 class RemotePlaces:
-    """`changed` is called when a place may have become free."""
+    """`changed` is called when a place may have become free; `start_s` is the time for a process to start."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
+    def __init__(self, changed: Callable[[], None], start_s: float = START_TIMEOUT_S) -> None:
+        self._changed, self._start_s = changed, start_s
         self._workers: dict[SeatKey, _RemoteWorker] = {}
         self._accused: deque[SeatKey] = deque(maxlen=_LIVES_KEPT)
         self._lost: OrderedDict[SeatKey, deque[int]] = OrderedDict()
@@ -262,9 +261,10 @@ class RemotePlaces:
             return
         self._give_up_missing(now)
         for worker in list(self._workers.values()):
-            late = [job for job in worker.jobs.values() if now - job.sent_at > job.patience_s]
+            late = [job for job in worker.jobs.values() if now - job.sent_at > job.patience_s(self._start_s)]
             if late and worker.seat.connection:
-                self._accuse(worker, f"no result of {late[0].call.function} in {late[0].patience_s:g} s")
+                patience_s = late[0].patience_s(self._start_s)
+                self._accuse(worker, f"no result of {late[0].call.function} in {patience_s:g} s")
 
     def _give_up_missing(self, now: float) -> None:
         for worker in [one for one in self._workers.values() if one.is_missing]:
