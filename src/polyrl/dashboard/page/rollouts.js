@@ -111,7 +111,7 @@ export function open(place, state) {
       ? h("button", { type: "button", onclick: () => compare(marked, sample) }, `difference to ${marked.name} of step ${marked.step}`) : null;
     const story = sample.story ? h("button", { type: "button", onclick: () => tell(sample.story) }, "why it took so long") : null;
     const prompt = sample.prompt_number === null ? null : h("button", { type: "button", onclick: () => across(sample) }, "this prompt in all steps");
-    const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name), " ", number(value)));
+    const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name.length > 80 ? `${name.slice(0, 80)}…` : name), " ", number(value)));
     const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : null;
     detail.replaceChildren(
       h("div", { class: "top" },
