@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+from tests.properties.hostile import play
+
 from polyrl.dashboard.curves import Curves
+from polyrl.scheduling.core import commands as c
 from polyrl.telemetry.metrics import FILE_NAME
 
 
@@ -65,3 +68,14 @@ def test_any_number_of_names_is_bounded(tmp_path: Path):
     curves = Curves(tmp_path, list)
     curves.refresh()
     assert len(curves.names) < 2_001
+
+
+def test_steps_that_the_journal_told_before_the_file_was_there_are_not_counted_twice(tmp_path: Path):
+    world = play(4, num_events=300)
+    told = [one.line for _, _, commands in world.log for one in commands if isinstance(one, c.ReportStep)]
+    assert told
+    curves = Curves(tmp_path, lambda: told)
+    assert curves.refresh() == len(told)
+    write(tmp_path, {"step": 0, "a": 1.0})
+    assert curves.refresh() == 1
+    assert curves.steps == [0] and curves.column("a") == [1.0]

@@ -106,3 +106,19 @@ def test_spans_are_cut_at_the_window_and_thinned_where_there_are_too_many():
     assert len(few) <= 50
     assert all(one[1] <= then[0] + 1e-9 for one, then in pairwise(few))
     assert few[0][0] == 0.0 and few[-1][1] == pytest.approx(1000.0)
+
+
+def test_a_live_run_is_followed_from_the_moment_its_trainer_opens_it(tmp_path: Path):
+    folder, world = tmp_path / LIVE_FOLDER, play(6, num_events=60)
+    folder.mkdir()
+    first = folder / f"{EVENTS}-000001.bin"
+    first.touch()
+    follower = Follower(tmp_path, live=True)
+    follower.start()
+    assert follower.wait(20.0) and not follower.trouble, "the manager is there, and no trainer yet"
+    first.write_bytes(encode_header(world.config) + b"".join(encode_record(*one) for one in world.log))
+    until = time.monotonic() + 20.0
+    while not follower.window(0.0, 0.0, 0, MANY).rows:
+        assert not follower.trouble and time.monotonic() < until, follower.trouble
+        time.sleep(0.05)
+    follower.stop()

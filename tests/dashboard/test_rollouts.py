@@ -98,3 +98,13 @@ def test_pieces_of_characters_that_take_several_tokens_make_the_whole_text():
     assert found[0] == "a" and found[1] == "" and found[2] == "é"
     broken = list(pieces([*raw, 0xE2, 0x82], lambda tokens: bytes(tokens).decode(errors="replace")))
     assert "".join(broken).startswith(text) and "\ufffd" in broken[-1]
+
+
+def test_decoded_steps_are_kept_up_to_a_number_of_tokens(tmp_path: Path):
+    for step in range(4):
+        write(tmp_path, step)
+    whole = rollouts(tmp_path)
+    little = Rollouts(tmp_path, text_decoder(tmp_path), Follower(tmp_path, live=False), most_tokens=1)
+    for step in range(4):
+        assert little.listed(step, SampleFilter(), 0, 9) == whole.listed(step, SampleFilter(), 0, 9)
+    assert list(little._steps) == [3] and list(whole._steps) == [0, 1, 2, 3]

@@ -1,6 +1,11 @@
 """The dashboard's server: who may look, what it refuses, and that a run's text stays text."""
 
 import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +18,9 @@ from tests.integration.live import run
 from tests.properties.hostile import play
 from tests.telemetry.test_account import write_journal
 from tests.unit.test_cli_samples import write
+from yarl import URL
 
+from polyrl.cli.dash import live_link
 from polyrl.cli.main import main
 from polyrl.dashboard.server import DashboardServer, serving
 from polyrl.dashboard.watched import WatchedRun
@@ -158,3 +165,50 @@ def test_what_cannot_be_shown_is_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["dash", *arguments, "--no-browser"]) == 2
     assert capsys.readouterr().err == f"polyrl: error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 300 + ".js", "%00.js", "..%2Fserver.py", "..%2Fpage%2Fapp.js", "%2Fetc%2Fpasswd", ""]
+)
+def test_the_page_has_its_own_parts_and_nothing_else(path: Path, name: str):
+    async def scenario():
+        async with dashboard(path) as session, session.get(URL(f"/dash/page/{name}", encoded=True)) as answer:
+            assert answer.status == 404
+            assert "error" in await answer.json()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("how", ["end of input", "SIGTERM"])
+def test_the_process_behind_a_manager_ends_with_it_and_leaves_no_folder(path: Path, tmp_path: Path, how: str):
+    folder = tmp_path / "private"
+    folder.mkdir()
+    words = [sys.executable, "-m", "polyrl", "dash", str(path), "--socket", str(folder / "socket")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert (folder / "socket").exists()
+        if how == "SIGTERM":
+            process.terminate()
+        else:
+            process.stdin.close()
+        assert process.wait(20) == 0
+    assert not folder.exists()
+
+
+def test_a_port_that_another_program_took_is_no_live_run(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "manager.json").write_text(json.dumps({"url": url}))
+
+        def greet() -> None:
+            with other.accept()[0] as dialed:
+                dialed.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        assert live_link(tmp_path) is None
+        greeter.join(10.0)
+    for broken in ("[]", '{"url": 5}', "{}"):
+        (tmp_path / "manager.json").write_text(broken)
+        assert live_link(tmp_path) is None

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
+import pytest
 from tests.integration.live import CONFIG, check_right, honest_worker, manager, play_round, prompts_of, run, trainer
 
 from polyrl.cli.dash import live_link
@@ -95,3 +97,24 @@ def test_browsers_that_come_and_go_in_mid_stream_harm_nothing(tmp_path: Path):
                 one.cancel()
 
     run(scenario(), 90.0)
+
+
+def test_a_process_that_is_killed_in_mid_stream_is_started_again_and_no_refusal_is_counted(tmp_path: Path):
+    async def scenario():
+        async with manager(tmp_path) as live, honest_worker(live), aiohttp.ClientSession() as http:
+            async with http.get(f"{live.url}/dash/api/stream", headers=live.headers("view")) as answer:
+                assert (await answer.content.readline()).startswith(b"data: ")
+                child = next(one for one in psutil.Process().children() if "dash" in one.cmdline())
+                folder = Path(child.cmdline()[-1]).parent
+                child.kill()
+                with pytest.raises(aiohttp.ClientError):
+                    while await answer.content.readline():
+                        pass
+            while psutil.pid_exists(child.pid):  # until its parent has heard of it
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
+            told = await until_told(http, f"{live.url}/dash/api/now", live.token("view"))
+            assert told["kind"] == "live" and "dashboard" not in told["status"]["refused"]
+            assert not folder.exists()
+
+    run(scenario(), 60.0)

@@ -41,6 +41,7 @@ HOSTILE = (
     "abc\u202edcba",
     "</div></main><h1>gone</h1>",
     "javascript:window.broken=1",
+    "seen\u115fand\u2066not",
 )
 LARGE_STEPS, LARGE_SAMPLES = 10_000, 2_000
 
@@ -164,10 +165,18 @@ def test_what_a_model_writes_is_text_whatever_it_looks_like(browser: Any, run_di
         seen.page.locator(".list button.row").nth(place).click()
         playwright.expect(seen.page.locator(".detail .top")).to_contain_text(f" {place}/0 ")
         shown = seen.page.inner_text(".detail .body")
-        for part in HOSTILE[place].replace("\x1b", "\n").replace("\u202e", "\n").split("\n"):
+        for part in (
+            HOSTILE[place]
+            .replace("\x1b", "\n")
+            .replace("\u202e", "\n")
+            .replace("\u115f", "\n")
+            .replace("\u2066", "\n")
+            .split("\n")
+        ):
             assert part in shown
         assert ("\\u{1b}" in shown) == ("\x1b" in HOSTILE[place])
         assert ("\\u{202e}" in shown) == ("\u202e" in HOSTILE[place])
+        assert ("\\u{115f}" in shown and "\\u{2066}" in shown) == ("\u115f" in HOSTILE[place])
         assert seen.page.evaluate("window.broken") is None
         assert seen.page.locator("main img, main script, main h1").count() == 0
         assert "<i>style</i> 0.5" in seen.page.inner_text(".detail .top")
@@ -234,6 +243,7 @@ def test_a_worker_of_a_live_run_is_drained_by_a_button_with_the_admin_token_alon
             assert url in seen.page.url
             for token, answer in (("view", "draining needs"), ("admin", "was asked to hand everything over")):
                 seen.page.click("button[aria-label='Drain spot-1']")
+                assert seen.page.input_value("dialog input") == "", "the page keeps no admin token"
                 seen.page.fill("dialog input", (run_dir / f"{token}.token").read_text().strip())
                 seen.page.click("dialog button >> text=Drain")
                 seen.page.wait_for_selector(f"text={answer}")

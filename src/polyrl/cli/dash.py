@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import signal
 import sys
 import webbrowser
 from collections.abc import AsyncIterator
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port: got {args.port}, expected one from 0 to 65535")
     if args.socket is not None:
-        run_loop(_serve_manager(paths[0], args.socket))
+        with contextlib.suppress(asyncio.CancelledError):
+            run_loop(_serve_manager(paths[0], Path(args.socket)))
         return 0
     link = live_link(paths[0]) if len(paths) == 1 else None
     if link is not None:
@@ -71,7 +73,7 @@ def _open(link: str, args: argparse.Namespace) -> None:
 
 def live_link(path: Path) -> str | None:
     """Return the page of a run whose manager answers; None if there is none."""
-    from urllib.error import URLError
+    from http.client import HTTPException
     from urllib.request import urlopen
 
     from polyrl.wire.credentials import TOKEN_FILES, read_token_file
@@ -84,7 +86,7 @@ def live_link(path: Path) -> str | None:
             with urlopen(f"{url}/v1/health", timeout=_HEALTH_S):
                 pass
         return f"{url}/dash/#token={read_token_file(path / TOKEN_FILES['view'])}"
-    except (OSError, ValueError, KeyError, URLError, UserError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, HTTPException, UserError):
         return None
 
 
@@ -113,19 +115,30 @@ def _port_of(site: object) -> int:
     return site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
 
 
-async def _serve_manager(path: Path, socket: str) -> None:
-    """Serve a live run behind its manager, which tells its state on standard input, and ends us by closing it."""
+async def _serve_manager(path: Path, socket: Path) -> None:
+    """Serve a live run behind its manager, which tells its state on standard input.
+
+    The end of the input, or SIGTERM, is the end; both come when the manager is killed. The socket's folder goes too.
+    """
     from aiohttp import web
 
     from polyrl.dashboard.server import DashboardServer, serving
     from polyrl.dashboard.watched import WatchedRun
 
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     watched = WatchedRun(path, live=True)
     watched.start()
-    async with serving(DashboardServer([watched], None), lambda runner: web.UnixSite(runner, socket)):
-        print("ready", flush=True)
-        async for line in _input_lines():
-            _hear(watched, line)
+    try:
+        async with serving(DashboardServer([watched], None), lambda runner: web.UnixSite(runner, socket)):
+            print("ready", flush=True)
+            async for line in _input_lines():
+                _hear(watched, line)
+    finally:
+        socket.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            socket.parent.rmdir()
 
 
 def _hear(watched: "WatchedRun", line: bytes) -> None:

@@ -28,11 +28,12 @@ class Curves:
         self._offset = 0
         self.steps: list[int] = []
         self._columns: dict[str, Column] = {}
-        self._kinds: list[str] = []
 
     def refresh(self) -> int:
         """Read what is new, and return the number of steps."""
         if self._file.is_file():
+            if self._offset == 0:  # the journal may have told the first steps before the file was there
+                self._forget()
             for line in self._new_lines():
                 self._add(line)
         else:
@@ -45,7 +46,7 @@ class Curves:
     def _new_lines(self) -> Iterator[Mapping[str, MetricValue]]:
         with self._file.open("rb") as file:
             if file.seek(0, 2) < self._offset:
-                self._offset, self.steps, self._columns, self._kinds = 0, [], {}, []
+                self._forget()
             file.seek(self._offset)
             for raw in file.read().splitlines(keepends=True):
                 if not raw.endswith(b"\n"):
@@ -58,10 +59,12 @@ class Curves:
                 if isinstance(line.get("step"), int) and any(not _is_of_validation(name) for name in line):
                     yield line
 
+    def _forget(self) -> None:
+        self._offset, self.steps, self._columns = 0, [], {}
+
     def _add(self, line: Mapping[str, MetricValue]) -> None:
         num = len(self.steps)
         self.steps.append(int(line["step"] or 0))
-        self._kinds.append(str(line.get("rounds/kind") or ""))
         for name, value in line.items():
             if isinstance(value, str) or (name not in self._columns and len(self._columns) >= _MAX_NAMES):
                 continue
@@ -72,10 +75,6 @@ class Curves:
     @property
     def names(self) -> list[str]:
         return sorted(name for name in self._columns if name != "step")
-
-    @property
-    def kinds(self) -> list[str]:
-        return self._kinds
 
     def column(self, name: str) -> Column:
         """Return a metric, one value a step; None where it was not told."""

@@ -228,19 +228,35 @@ class Follower:
             pass  # its writer was killed, or we were stopped
         except (JournalError, UserError, OSError) as error:
             self.trouble = str(error)
+        except Exception as error:
+            self.trouble = f"the journal cannot be followed further: {type(error).__name__}: {error}"
+            raise  # our mistake: the traceback is printed, and nobody waits for the rest
         self.is_at_end = True
 
     def _journals(self) -> Iterator[tuple[JournalHeader, Iterator[Record]]]:
         done: set[Path] = set()
         while True:
-            files = find_begun(self._path)
+            files = self._files(is_first=not done)
             self._all_bytes = sum(file.stat().st_size for file in files)
             following = [file for file in files if file not in done]
             if following:
                 done.add(following[0])
                 yield read_records(self._chunks(following[0]), str(following[0]))
-            elif not self._live or self._stop.wait(_LOOK_AGAIN_S):
+            elif not self._live:
                 return
+            else:
+                self.is_at_end = True
+                if self._stop.wait(_LOOK_AGAIN_S):
+                    return
+
+    def _files(self, *, is_first: bool) -> list[Path]:
+        """Return the journals so far: none in a live run that its trainer has not opened yet."""
+        try:
+            return find_begun(self._path)
+        except JournalError:
+            if not self._live or not is_first or not self._path.is_dir():
+                raise
+            return []
 
     def _chunks(self, path: Path) -> Iterator[bytes]:
         """Yield a file's bytes; at its end, wait for more until a newer file is there."""

@@ -3,7 +3,7 @@
 They are read from the files of trained steps, and from the manager's journal for the open round (run/kept_samples.py).
 
 Rules kept here: files are only read. Lists carry the ends of texts; a whole text is decoded when one sample is asked
-for. Decoded steps are kept, a bounded number of them.
+for. Decoded steps are kept, a bounded number of tokens.
 """
 
 import threading
@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 
 from polyrl.dashboard.following import Follower, GroupPrompt
 from polyrl.errors import UserError
+from polyrl.journal.files import LIVE_FOLDER
 from polyrl.run.kept_samples import Kept, KeptSample, KeptSpan, Texts
 from polyrl.trainer.batch import TrainSegment
+from polyrl.trainer.state import entries
 
-_STEPS_AT_HAND = 16
+_TOKENS_AT_HAND = 2_000_000
+"""Of the steps that are kept decoded; a token takes about 70 bytes. The newest is kept in any case."""
 _PREVIEW_TOKENS = 40
 _MAX_STEPS_OF_PROMPT = 50
 _LOOK_AGAIN_S = 5.0
@@ -44,7 +47,9 @@ class SampleFilter(NamedTuple):
 class Rollouts:
     """The samples of a run's directory. Every method reads files: call it in a thread."""
 
-    def __init__(self, run_dir: Path, text_of: Texts, follower: Follower) -> None:
+    def __init__(self, run_dir: Path, text_of: Texts, follower: Follower, most_tokens: int = _TOKENS_AT_HAND) -> None:
+        """`most_tokens`: of all steps that are kept decoded together."""
+        self._most_tokens = most_tokens
         self._run_dir, self._text_of, self._follower = run_dir, text_of, follower
         self._lock = threading.Lock()
         self._kept: Kept | None = None
@@ -113,10 +118,14 @@ class Rollouts:
             if self._kept is None or time.monotonic() - self._read_at > _LOOK_AGAIN_S:
                 self._read_at = time.monotonic()
                 try:
-                    self._kept = Kept(self._run_dir)
+                    self._kept = None if self._is_empty() else Kept(self._run_dir)
                 except UserError:  # nothing was answered yet
                     self._kept = None
             return self._kept
+
+    def _is_empty(self) -> bool:
+        """Return whether there can be no answers: a simulation has none, and its journal is not read for them."""
+        return not (self._run_dir / LIVE_FOLDER).is_dir() and not entries.of_run(self._run_dir)
 
     def _of_step(self, step: int) -> list[KeptSample]:
         kept = self._look()
@@ -130,7 +139,7 @@ class Rollouts:
         if step in kept.trained_steps:
             with self._lock:
                 self._steps[step] = samples
-                while len(self._steps) > _STEPS_AT_HAND:
+                while len(self._steps) > 1 and sum(map(_num_tokens, self._steps.values())) > self._most_tokens:
                     self._steps.popitem(last=False)
         return samples
 
@@ -207,6 +216,10 @@ class Rollouts:
             "logprobs": [round(float(one), 4) for one in span.logprobs],
             "writers": list(span.writers),
         }
+
+
+def _num_tokens(samples: Sequence[KeptSample]) -> int:
+    return sum(len(tokens) for one in samples for tokens in one.texts)
 
 
 def _writers(turns: Sequence[TrainSegment]) -> list[int]:

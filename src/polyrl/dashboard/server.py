@@ -93,7 +93,7 @@ class DashboardServer:
 
     def _check_token(self, request: web.Request) -> None:
         given = token_of(request.headers.get("Authorization"))
-        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
+        if self._token is not None and not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
             raise web.HTTPUnauthorized(reason="a valid token is needed: open the link that `polyrl dash` printed")
 
     async def _in_thread(self, do: Callable[[], Found]) -> Found:
@@ -170,8 +170,8 @@ class DashboardServer:
             await response.prepare(request)
             async for told in self._told(run):
                 await response.write(b"data: " + told + b"\n\n")
-        except (ConnectionError, asyncio.CancelledError):
-            pass
+        except (ConnectionError, asyncio.CancelledError, PolyrlError):
+            pass  # the page dials again
         finally:
             self._num_streams -= 1
         return response

@@ -2,14 +2,17 @@
 
     browser --> the manager's port --> a socket in a private folder --> polyrl dash --socket
 
-Rules kept here: the manager reads no file for the page, and its scheduler is asked for its state once every two
-seconds, only while somebody looks. The process is started at the first request, and ended when nobody has asked for a
-while, or with the manager. Requests are bounded; a browser that does not read is waited for by its own request alone.
+Rules kept here: the manager reads no file of the run for the page, and its scheduler is asked for its state once every
+two seconds, only while somebody looks. The process is started at the first request, and ended when nobody has asked for
+a while, or with the manager. Requests are bounded; a browser that does not read is waited for by its own request alone,
+and not for ever.
 """
 
 import asyncio
 import contextlib
+import functools
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +34,10 @@ _REST_S = 120.0
 """How long the process is kept when nobody asks."""
 _READY_S = 30.0
 _MAX_REQUESTS = 64
+_STALLED_S = 60.0
+"""How long a browser may take nothing of what is sent to it."""
+_SILENT_S = 600.0
+"""How long the process may say nothing; a sample's story out of a large journal takes minutes."""
 _PASSED_ON = (
     "Content-Type", "Content-Security-Policy", "X-Content-Type-Options", "Referrer-Policy", "Cache-Control",
     "Cross-Origin-Opener-Policy",
@@ -50,6 +57,7 @@ class Dashboard:
         self._teller: asyncio.Task[None] | None = None
         self._num_requests = 0
         self._asked_at = 0.0
+        self._is_closed = False
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Answer a request. Raises Refused where the page cannot be had."""
@@ -59,13 +67,7 @@ class Dashboard:
             session = await self._ready()
             try:
                 async with session.get(f"http://dash{request.rel_url}", allow_redirects=False) as answer:
-                    headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
-                    response = web.StreamResponse(status=answer.status, headers=headers)
-                    await response.prepare(request)
-                    async for chunk in answer.content.iter_any():
-                        await response.write(chunk)
-                    await response.write_eof()
-                    return response
+                    return await _copy(answer, request)
             except aiohttp.ClientError as error:
                 raise Refused("dashboard", f"the page cannot be had: {error}") from error
 
@@ -80,6 +82,8 @@ class Dashboard:
 
     async def _ready(self) -> aiohttp.ClientSession:
         async with self._starting:
+            if self._is_closed:
+                raise Refused("dashboard", "the manager ends")
             if self._process is not None and self._process.returncode is not None:
                 await self._end()
             if self._session is None:
@@ -91,38 +95,47 @@ class Dashboard:
         self._folder = Path(tempfile.mkdtemp(prefix="polyrl-dash-"))
         socket = self._folder / "socket"
         words = ("-m", "polyrl", "dash", str(self._service.run_dir), "--socket", str(socket))
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *words,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            preexec_fn=end_with_parent,
-        )
-        assert self._process.stdout is not None
+        is_ready = b""
         try:
             async with asyncio.timeout(_READY_S):
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *words,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),  # it removes its folder then
+                )
+                assert self._process.stdout is not None
                 is_ready = await self._process.stdout.readline()
-        except TimeoutError:
-            is_ready = b""
+        except OSError:  # a TimeoutError is one; so are too many processes or open files
+            pass
+        except asyncio.CancelledError:
+            await self._end()
+            raise
         if not is_ready:
             await self._end()
             raise Refused("dashboard", "the page's process did not start; `polyrl dash RUN` says why")
         connector = aiohttp.UnixConnector(str(socket), limit=_MAX_REQUESTS)
-        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None, connect=10.0))
+        return aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None, connect=10.0, sock_read=_SILENT_S)
+        )
 
     async def _tell(self) -> None:
         """Tell the process the manager's state, while somebody looks."""
         process = self._process
         assert process is not None and process.stdin is not None
-        with contextlib.suppress(ConnectionError):
-            while self._num_requests or time.monotonic() - self._asked_at < _REST_S:
-                state = await self._service.call(lambda lobby: status_of(lobby, self._service.uptime_s))
-                process.stdin.write(_encode(state) + b"\n")
-                await process.stdin.drain()
-                await asyncio.sleep(_TELL_EVERY_S)
-        self._teller = None
-        await self._end()
+        try:
+            with contextlib.suppress(ConnectionError):
+                while self._num_requests or time.monotonic() - self._asked_at < _REST_S:
+                    state = await self._service.call(lambda lobby: status_of(lobby, self._service.uptime_s))
+                    process.stdin.write(_encode(state) + b"\n")
+                    await process.stdin.drain()
+                    await asyncio.sleep(_TELL_EVERY_S)
+        finally:
+            if self._process is process:  # otherwise it was ended by somebody else
+                self._teller = None
+                await self._end()
 
     async def _end(self) -> None:
         process, session, folder, teller = self._process, self._session, self._folder, self._teller
@@ -139,4 +152,21 @@ class Dashboard:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._end()
+
+
+async def _copy(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
+    """Pass an answer on. Whichever side breaks off, or takes nothing for long, ends the browser's connection."""
+    headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    try:
+        await response.prepare(request)
+        async for chunk in answer.content.iter_any():
+            async with asyncio.timeout(_STALLED_S):
+                await response.write(chunk)
+        await response.write_eof()
+    except (aiohttp.ClientError, ConnectionError, TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
+    return response

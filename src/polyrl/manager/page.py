@@ -1,9 +1,10 @@
 """The files of the dashboard's page, and the headers that all of its answers have.
 
 Rules kept here: the page has nothing of a run in it, so everybody may have it. Its policy lets nothing run, load or
-frame it that is not served here.
+frame it that is not served here. Its files are read once: a request, also a stranger's, touches no disk.
 """
 
+from functools import cache
 from pathlib import Path
 
 from aiohttp import web
@@ -30,8 +31,13 @@ class NoSuchPart(PolyrlError):
 
 def part(name: str = "index.html") -> web.Response:
     """Return a file of the page. Raises NoSuchPart."""
-    path = FOLDER / name
-    kind = _TYPES.get(path.suffix)
-    if kind is None or path.parent != FOLDER or not path.is_file():
+    body = _parts().get(name)
+    if body is None:
         raise NoSuchPart(f"the page has no part {name[:80]!r}")
-    return web.Response(body=path.read_bytes(), content_type=kind, charset="utf-8", headers=HEADERS)
+    kind = _TYPES[Path(name).suffix]
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+
+@cache
+def _parts() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _TYPES}

@@ -18,7 +18,7 @@ let stopWatching = () => {};
 const wanted = () => {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   state.query = new URLSearchParams(query ?? "");
-  return path in VIEWS ? path : "now";
+  return Object.hasOwn(VIEWS, path) ? path : "now";
 };
 
 /** Go to a view, with what it should show. */
@@ -60,7 +60,7 @@ function heard(told) {
 
 function lost(error) {
   if (error instanceof Unauthorized) askForToken();
-  else tellState("not connected; trying again", true);
+  else tellState(error instanceof TypeError ? "not connected; trying again" : `${error.message}; trying again`, true);
 }
 
 function follow() {
@@ -112,7 +112,7 @@ async function start() {
   }
   const select = document.getElementById("run");
   select.replaceChildren(...state.runs.map((run, place) => h("option", { value: String(place) }, run.name)));
-  select.addEventListener("change", () => { state.run = Number(select.value); follow(); shown = null; place.replaceChildren(); show(); });
+  select.addEventListener("change", () => { state.run = Number(select.value); follow(); shown?.view.close?.(); shown = null; show(); });
   document.getElementById("theme").addEventListener("click", otherTheme);
   addEventListener("hashchange", () => { takeToken(); show(); });
   addEventListener("keydown", keys);

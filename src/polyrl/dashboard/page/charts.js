@@ -5,6 +5,8 @@ import { number } from "./dom.js";
 
 export const COLOURS = ["#3a86c8", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#8c6bb1", "#56b4e9", "#c9b400"];
 
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((one) => [one, 2 * one, 5 * one]); // there is no half of a step
+
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** Draw lines over a common x. `lines`: [{label, values}]. Returns the chart; `setData` takes new values. */
@@ -15,7 +17,7 @@ export function lineChart(element, xLabel, x, lines, { height = 200, legend = tr
     scales: { x: { time: false } },
     legend: { show: legend },
     cursor: { y: false, points: { size: 5 } },
-    axes: [{ ...axis, label: xLabel, labelSize: 16, labelFont: "11px system-ui" }, { ...axis, size: 54, values: (_, ticks) => ticks.map((one) => number(one)) }],
+    axes: [{ ...axis, size: 30, incrs: xLabel === "step" ? WHOLE : undefined, label: xLabel, labelSize: 16, labelFont: "11px system-ui" }, { ...axis, size: 54, values: (_, ticks) => ticks.map((one) => number(one)) }],
     series: [
       { label: xLabel, value: (_, value) => number(value, 5) },
       ...lines.map((line, place) => ({

@@ -5,7 +5,7 @@ import { lineChart } from "./charts.js";
 import { h } from "./dom.js";
 
 const FIRST = ["reward/mean", "validation/reward/mean", "token/response_length/mean", "time/step_total", "actor/entropy", "actor/grad_norm", "actor/mismatch_kl", "perf/throughput_all_gpus", "fleet/workers", "cost/usd_total"];
-const KEY = "polyrl-metrics";
+const KEY = "polyrl-metrics", MOST = 64; // as many as the server gives at once
 
 export function open(place, state) {
   const axis = h("select", { "aria-label": "x axis" }, ["step", "seconds", "dollars"].map((one) => h("option", { value: one }, one)));
@@ -13,11 +13,13 @@ export function open(place, state) {
   const runs = h("span", { class: "inline" }, state.runs.map((run, at) => h("label", {}, h("input", { type: "checkbox", value: String(at), checked: at === state.run || state.runs.length <= 4, onchange: () => draw() }), " ", run.name, " ")));
   const picks = h("div", { class: "picks", role: "group", "aria-label": "Metrics" }), charts = h("div", { class: "charts" }), note = h("p", { class: "error" });
   place.append(h("div", { class: "filters" }, h("label", {}, "over", axis), h("label", {}, "metrics", filter), state.runs.length > 1 ? runs : null), picks, note, charts);
-  let names = [], chosen = JSON.parse(localStorage.getItem(KEY) ?? "null") ?? FIRST, drawn = [], known = -1, pending = false;
+  let names = [], chosen = JSON.parse(localStorage.getItem(KEY) ?? "null") ?? FIRST, drawn = [], known = -1, pending = false, again = false;
 
   async function list() {
-    names = await get("metrics", { run: state.run }).catch((error) => { note.textContent = error.message; return []; });
-    drawPicks();
+    const found = await get("metrics", { run: state.run }).catch((error) => { note.textContent = error.message; return names; });
+    const isNew = JSON.stringify(found) !== JSON.stringify(names);
+    names = found;
+    if (isNew) drawPicks();
     draw();
   }
 
@@ -31,9 +33,9 @@ export function open(place, state) {
   }
 
   async function draw() {
-    if (pending) return;
+    if (pending) { again = true; return; }
     pending = true;
-    const wanted = chosen.filter((name) => names.some((one) => one.name === name));
+    const there = chosen.filter((name) => names.some((one) => one.name === name)), wanted = there.slice(0, MOST);
     const of = [...runs.querySelectorAll("input:checked")].map((box) => Number(box.value));
     const shown = of.length ? of : [state.run];
     try {
@@ -47,11 +49,12 @@ export function open(place, state) {
         const { x, lines } = merged(told.map((one, at) => ({ label: shown.length > 1 ? state.runs[shown[at]].name : "value", x: one.x, values: one.columns[name] })));
         drawn.push(lineChart(body, axis.value, x, lines));
       }
-      note.textContent = wanted.length ? "" : "No metric is chosen, or none was told yet.";
+      note.textContent = there.length > MOST ? `${MOST} of ${there.length} chosen metrics are drawn.` : wanted.length ? "" : "No metric is chosen, or none was told yet.";
     } catch (error) {
       note.textContent = error.message;
     }
     pending = false;
+    if (again) { again = false; draw(); }
   }
 
   axis.addEventListener("change", draw);
@@ -60,7 +63,7 @@ export function open(place, state) {
   return {
     close: () => { for (const chart of drawn) chart.close(); },
     update({ now }) {
-      if (known >= 0 && now.steps !== known) { if (names.length) draw(); else list(); }
+      if (known >= 0 && now.steps !== known) list(); // a metric may come later: a validation's does
       known = now.steps;
     },
     key(key) { if (key === "/") { filter.focus(); return true; } return false; },

@@ -14,8 +14,8 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Control characters, and those that turn the direction of a text or are not seen.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/;
+// Control characters, and those that turn the direction of a text or are not seen: fillers, and the tags that hide a text.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\u{e0000}-\u{e0fff}]/u;
 
 /** Return a text as nodes, with what would not be seen written out. */
 export function shown(text) {

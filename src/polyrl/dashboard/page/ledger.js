@@ -35,5 +35,6 @@ function became(title, counts) {
     if (value !== null && typeof value === "object") for (const [cause, num] of Object.entries(value)) rows.push([`${name.replaceAll("_", " ")}: ${cause.replaceAll("_", " ")}`, number(num)]);
     else rows.push([name.replaceAll("_", " "), number(value)]);
   }
-  return h("div", {}, table(title, ["", "number#"], rows.filter((row) => row[1] !== "0")));
+  const some = rows.filter((row) => row[1] !== "0");
+  return some.length ? h("div", {}, table(title, ["", "number#"], some)) : null;
 }

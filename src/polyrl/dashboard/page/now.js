@@ -14,7 +14,7 @@ export function open(place, state) {
   place.append(cards, alarms, h("div", { class: "two" },
     h("div", {}, h("h2", {}, "Why it is where it is"), findings, h("h2", {}, "Open rounds"), rounds),
     h("div", {}, title, curve, waits)));
-  let chart = null, drawn = -1;
+  let chart = null, drawn = -1, told = "[]";
 
   async function drawCurve(run, steps) {
     if (steps === drawn || steps === 0) return;
@@ -32,15 +32,17 @@ export function open(place, state) {
     update({ now, run }) {
       const status = now.status;
       cards.replaceChildren(
-        card("step", now.last_step === null ? "–" : number(now.last_step), now.steps_wanted ? `of ${number(now.steps_wanted)}` : "trained"),
+        card("step", now.last_step === null ? "–" : number(now.last_step), now.last_step === null ? "none is trained yet" : `${number(now.last_step + 1)}${now.steps_wanted ? ` of ${number(now.steps_wanted)}` : ""} trained`),
         card("reward", number(now.headlines.reward), "mean of the last step"),
         card("seconds a step", number(now.headlines.time), `${number(now.headlines["tok/s"])} tokens/s trained`),
         card("answer length", number(now.headlines.len), `longest ${number(now.headlines.longest)}`),
         card("workers", status ? String(status.workers.length) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
         card("spent", dollars(now.headlines.usd ?? status?.ledger?.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
       );
-      alarms.replaceChildren(...(now.alarms.length ? [h("h2", {}, `Alarms (${now.alarms.length})`)] : []),
+      const raised = JSON.stringify(now.alarms);
+      if (raised !== told) alarms.replaceChildren(...(now.alarms.length ? [h("h2", {}, `Alarms (${now.alarms.length})`)] : []),
         ...now.alarms.map((one) => h("div", { class: "alarm", role: "alert" }, h("b", {}, one.name), ": ", shown(one.what), h("div", { class: "quiet" }, "What to do: ", shown(one.do)))));
+      told = raised; // said once: a screen reader reads an alarm whenever it is put there
       findings.replaceChildren(...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
       rounds.replaceChildren(...(status?.rounds ?? []).map(round), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
       waits.replaceChildren(status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.slice(0, 12).map((one) => [

@@ -23,35 +23,40 @@ export function open(place, state) {
   const earlier = h("button", { type: "button", onclick: () => move(-1) }, "‹ earlier step");
   const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
   const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later);
-  const summary = h("p", { class: "quiet", role: "status" });
+  const summary = h("p", { class: "quiet", role: "status" }, "Reading the answers …");
   const list = h("div", { class: "list", role: "listbox", "aria-label": "Answers" });
   const detail = h("div", { class: "detail" });
   place.append(filters, summary, h("div", { class: "reader" }, list, detail));
   filters.addEventListener("submit", (event) => event.preventDefault());
   for (const field of Object.values(fields)) field.addEventListener("change", () => load(true));
 
-  let told = null, rows = [], chosen = null, colouring = "logprob", marked = null, first = 0, known = -1;
+  let told = null, rows = [], chosen = null, colouring = "logprob", marked = null, first = 0, known = -1, asked = 0;
 
   const query = () => Object.fromEntries(Object.entries(fields).map(([name, field]) => [name, field.value]));
 
   async function load(fromStart) {
-    if (fromStart) { first = 0; rows = []; }
+    if (fromStart) first = 0;
+    const ticket = asked += 1, from = first;
+    let found;
     try {
-      told = await get("samples", { run: state.run, ...query(), first, most: PAGE });
+      found = await get("samples", { run: state.run, ...query(), first, most: PAGE });
     } catch (error) {
-      summary.textContent = error.message;
+      if (ticket === asked) summary.textContent = error.message;
       return;
     }
-    rows = rows.concat(told.samples);
+    if (ticket !== asked) return; // something else was asked for meanwhile
+    told = found;
+    rows = from === 0 ? told.samples : rows.concat(told.samples);
     fill(fields.task, told.tasks, "all");
     fill(fields.worker, told.workers, "all");
-    summary.textContent = told.step === null ? "No answers are kept yet." :
+    summary.textContent = told.step === null ? (state.runs[state.run]?.simulation ? "A simulation has no answers." : "No answers are kept yet.") :
       `step ${told.step}: ${told.num} of ${told.num_all} answers; steps ${told.steps[0]} to ${told.steps[1]} are kept`;
     drawList();
     const wanted = state.query.get("sample");
-    const at = rows.find((row) => row.name === wanted) ?? (chosen === null ? rows[0] : null);
+    state.query.delete("sample"); // it is meant once: later lists keep what was chosen, or begin anew
+    const at = rows.find((row) => row.name === wanted) ?? (rows.some((row) => row.name === chosen) ? null : rows[0]);
     if (at) choose(at);
-    else if (!rows.length) detail.replaceChildren();
+    else if (!rows.length) { chosen = null; detail.replaceChildren(); }
   }
 
   function move(by) {
@@ -106,7 +111,7 @@ export function open(place, state) {
       ? h("button", { type: "button", onclick: () => compare(marked, sample) }, `difference to ${marked.name} of step ${marked.step}`) : null;
     const story = sample.story ? h("button", { type: "button", onclick: () => tell(sample.story) }, "why it took so long") : null;
     const prompt = sample.prompt_number === null ? null : h("button", { type: "button", onclick: () => across(sample) }, "this prompt in all steps");
-    const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name), " ", number(value)));
+    const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name.length > 80 ? `${name.slice(0, 80)}…` : name), " ", number(value)));
     const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : null;
     detail.replaceChildren(
       h("div", { class: "top" },
@@ -135,7 +140,15 @@ export function open(place, state) {
   }
 
   async function across(row) {
-    const found = await get("prompt", { run: state.run, domain: row.domain, prompt: row.prompt_number });
+    const ticket = asked += 1;
+    let found;
+    try {
+      found = await get("prompt", { run: state.run, domain: row.domain, prompt: row.prompt_number });
+    } catch (error) {
+      summary.textContent = error.message;
+      return;
+    }
+    if (ticket !== asked) return;
     summary.textContent = `prompt ${row.prompt_number}${row.task ? ` of ${row.task}` : ""}: ${found.length} answers in the steps that are kept`;
     rows = found;
     told = { ...told, num: found.length };
@@ -172,7 +185,7 @@ function drawSpan(span, sample, colouring, numSpans) {
   const groups = writerGroups(sample, colouring);
   const tokens = span.pieces.map((piece, place) => {
     const logprob = span.logprobs[place], writer = sample.writers[span.writers[place]];
-    const title = `${logprob === undefined ? "" : `log-probability ${logprob.toFixed(3)}, probability ${(100 * Math.exp(logprob)).toFixed(1)}%`}${writer ? `; version ${writer.version}, ${writer.worker || writer.engine}` : ""}`;
+    const title = `${logprob === undefined || logprob === null ? "" : `log-probability ${logprob.toFixed(3)}, probability ${(100 * Math.exp(logprob)).toFixed(1)}%`}${writer ? `; version ${writer.version}, ${writer.worker || writer.engine}` : ""}`;
     const kind = colouring === "logprob" ? heat(logprob) : writer ? `k${groups.indexOf(groupOf(writer, colouring)) % 8}` : "";
     return h("span", { class: kind, title }, shown(piece));
   });
@@ -190,8 +203,8 @@ function select(options, label) {
 }
 
 function fill(field, values, all) {
-  if (field.options.length === values.length + 1) return;
-  const before = field.value;
-  field.replaceChildren(h("option", { value: "" }, all), ...values.map((value) => h("option", { value }, value)));
+  const before = field.value, wanted = ["", ...(before && !values.includes(before) ? [before] : []), ...values];
+  if (field.options.length === wanted.length && wanted.every((value, at) => field.options[at].value === value)) return;
+  field.replaceChildren(...wanted.map((value) => h("option", { value }, value || all)));
   field.value = before;
 }

@@ -23,7 +23,7 @@ export function open(place, state) {
       button("‹ earlier", () => pan(-0.5)), button("later ›", () => pan(0.5)), pages),
     h("div", { class: "legend" }, Object.values(LOOKS).map(([colour, words]) => legend(colour, words)), legend("#e0218a", "✕ gone without handing over"), legend("#5b6570", "| left")),
     h("div", { class: "timeline" }, names, canvas), status, story);
-  let view = [0, 0], told = null, first = 0, timer = null, drag = null;
+  let view = [0, 0], told = null, first = 0, timer = null, drag = null, read = 1;
 
   async function load() {
     try {
@@ -110,7 +110,11 @@ export function open(place, state) {
     story.replaceChildren(h("h2", {}, `Sample ${lease[2]}`), h("pre", { class: "story" }, shown(lines.join("\n"))));
   }
 
-  canvas.addEventListener("pointerdown", (event) => { if (told) drag = { ...at(event), x: event.clientX }; });
+  canvas.addEventListener("pointerdown", (event) => {
+    if (!told) return;
+    drag = { ...at(event), x: event.clientX };
+    canvas.setPointerCapture(event.pointerId); // a drag may end beside the picture
+  });
   canvas.addEventListener("pointerup", (event) => {
     if (!drag || !told) return;
     const until = at(event);
@@ -125,7 +129,10 @@ export function open(place, state) {
   timer = setInterval(() => { if (state.now?.kind === "live" && view[1] === 0) load(); else if (state.now && state.now.read < 1) load(); }, 3000);
   return {
     close: () => { clearInterval(timer); removeEventListener("resize", resized); },
-    update: ({ now }) => { if (told && told.num_rows === 0 && now.read === 1) load(); },
+    update: ({ now }) => {
+      if (now.read === 1 && (read < 1 || told?.num_rows === 0)) load(); // the last of it was read
+      read = now.read;
+    },
     key(key) {
       const act = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => pan(-0.5), ArrowRight: () => pan(0.5), 0: () => { view = [0, 0]; load(); } }[key];
       act?.();
