@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -30,7 +31,7 @@ from polyrl.wire.control import DEFAULT_PORT
 _GIB = 1 << 30
 _FEW_FILES = 4_096
 _LITTLE_DISK = 5 * _GIB
-_LITTLE_SHARED = 64 << 20
+_LITTLE_SHARED = 128 << 20
 _FIRST_SECOND = 1_750_000_000.0
 """A clock before this moment, in 2025, was never set."""
 _FILLED = 0.9
@@ -53,7 +54,7 @@ class MachineCheck(NamedTuple):
 def check_machine(folder: Path) -> list[MachineCheck]:
     """Look everything over. `folder` is where a run would be."""
     checks: Sequence[Callable[[], MachineCheck | Iterator[MachineCheck]]] = (
-        _python, _processor, _devices, lambda: _disk(folder), _shared_memory, _files, _port, _clock, _extras, _sandbox,
+        _python, _processor, _devices, partial(_disk, folder), _shared_memory, _files, _port, _clock, _extras, _sandbox,
         _engines,
     )  # fmt: skip
     found: list[MachineCheck] = []
@@ -62,8 +63,13 @@ def check_machine(folder: Path) -> list[MachineCheck]:
             seen = check()
             found += [seen] if isinstance(seen, MachineCheck) else list(seen)
         except Exception as error:  # noqa: BLE001  a check that fails is a finding, and the others go on
-            found.append(MachineCheck(getattr(check, "__name__", "check").strip("_"), "wrong", str(error)))
+            found.append(MachineCheck(_name_of(check), "wrong", str(error)))
     return found
+
+
+def _name_of(check: Callable[[], object]) -> str:
+    function = check.func if isinstance(check, partial) else check
+    return function.__name__.strip("_").replace("_", " ")
 
 
 def check_recipe(recipe: Recipe, run_dir: Path) -> list[MachineCheck]:
@@ -135,7 +141,7 @@ def _shared_memory() -> MachineCheck:
     if not place.is_dir():
         return MachineCheck("shared memory", "missing", "there is no /dev/shm", "several ranks need one")
     size = shutil.disk_usage(place).total
-    if size < _LITTLE_SHARED * 2:
+    if size < _LITTLE_SHARED:
         do = "a container gets more with --shm-size=8g; several ranks need it"
         return MachineCheck("shared memory", "wrong", f"/dev/shm has {size >> 20} MiB", do)
     return MachineCheck("shared memory", "ok", f"/dev/shm has {_size(size)}")
