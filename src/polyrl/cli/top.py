@@ -43,18 +43,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace) -> None:
-    from polyrl.config import load_toml
     from polyrl.run import local_worker
     from polyrl.run.display import Display
+    from polyrl.run.kept_samples import recipe_of
     from polyrl.wire.control import Status
 
     run_dir = None if args.run_dir is None else Path(args.run_dir)
     async with dialing.dialer(args) as dialer:
-        await dialing.answer(
-            dialer, "/v1/status", Status
-        )  # what is wrong with address or token is said once, and ends it
-    recipe = {} if run_dir is None or not (run_dir / "recipe.toml").is_file() else load_toml(run_dir / "recipe.toml")
-    num_steps = recipe.get("train", {}).get("steps", 0)
+        await dialing.answer(dialer, "/v1/status", Status)  # a wrong address or token is said once, and ends it
+    num_steps = 0 if run_dir is None else recipe_of(run_dir).get("train", {}).get("steps", 0)
     name = args.manager if run_dir is None else run_dir.resolve().name
     async with Display(str(name), num_steps, dialing.dialer(args), local_worker.NAME) as display:
         if run_dir is None:

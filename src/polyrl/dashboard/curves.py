@@ -83,7 +83,13 @@ class Curves:
 
     def tail(self, name: str, num: int) -> list[float]:
         """Return the last `num` values that were told."""
-        return [value for value in self.column(name)[-num:] if value is not None]
+        first = max(0, len(self.steps) - num)
+        return [value for value in self._columns.get(name, [])[first:] if value is not None]
+
+    def last(self, name: str) -> float | None:
+        """Return the value of the last step; None if it was not told."""
+        column = self._columns.get(name, [])
+        return column[-1] if self.steps and len(column) == len(self.steps) else None
 
     def axis(self, of: str) -> Column:
         """Return the x axis: `step`, `seconds` since the run began, without validation, or `dollars`."""

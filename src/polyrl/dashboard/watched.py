@@ -4,6 +4,7 @@ Rules kept here: a run is only read, from its directory or its journal. The stat
 (`tell`), which starts this process; nothing here dials anybody.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ from typing import Any
 import msgspec
 from msgspec import to_builtins
 
-from polyrl.config import load_toml
 from polyrl.dashboard import alarms
 from polyrl.dashboard.curves import Curves
 from polyrl.dashboard.following import Follower
@@ -23,7 +23,7 @@ from polyrl.ids import parse_sample
 from polyrl.journal.files import LIVE_FOLDER, find_begun, open_journals
 from polyrl.journal.story import UnknownSample, tell_story
 from polyrl.run.diagnosis import Diagnosis, diagnose, diagnose_remains
-from polyrl.run.kept_samples import text_decoder
+from polyrl.run.kept_samples import recipe_of, text_decoder
 from polyrl.telemetry import ledger_report
 from polyrl.telemetry.account import read_account
 from polyrl.telemetry.metric_names import HEADLINES, describe
@@ -35,6 +35,8 @@ _ALARMING = (
 )  # fmt: skip
 _HISTORY = 500
 _LEDGER_EVERY_S = 10.0
+_SAME_S = 0.5
+"""For so long, all pages are told the same."""
 _MAX_SERIES = 64
 
 
@@ -55,6 +57,8 @@ class WatchedRun:
         self._heard_at = 0.0
         self._lock, self._ledger_lock = threading.Lock(), threading.Lock()
         self._ledger: tuple[float, dict[str, Any]] | None = None
+        self._now: tuple[float, dict[str, Any]] | None = None
+        self._steps_wanted: int | None = None
         self._answers: tuple[int, list[alarms.Alarm]] = (-1, [])
 
     def start(self) -> None:
@@ -71,27 +75,33 @@ class WatchedRun:
     # What the page asks for
 
     def now(self) -> dict[str, Any]:
+        """Return what the run does, the same for all pages that ask at about the same time."""
         with self._lock:
-            num_steps = self.curves.refresh()
-            headlines = {label: self.curves.column(name)[-1:] for label, name in HEADLINES.items()}
-            status = self._statuses[-1] if self._statuses else None
-            found = self._diagnosis()
-            return {
-                "name": self.name,
-                "kind": "simulation" if self.is_simulation else "live" if self.live else "over",
-                "read": 1.0 if self.follower.is_at_end else self.follower.share_read,
-                "trouble": self.follower.trouble,
-                "steps": num_steps,
-                "last_step": self.curves.steps[-1] if num_steps else None,
-                "steps_wanted": self._wanted_steps(),
-                "headlines": {label: value[0] for label, value in headlines.items() if value and value[0] is not None},
-                "status": None if status is None else to_builtins(status),
-                "status_age_s": None if status is None else time.monotonic() - self._heard_at,
-                "moving": found is not None and found.is_moving,
-                "findings": [] if found is None else [one._asdict() for one in found.findings],
-                "alarms": [one._asdict() for one in self._alarms(status)],
-                "usd_per_hour": None if status is None else self._price(status),
-            }
+            if self._now is None or time.monotonic() - self._now[0] > _SAME_S:
+                self._now = time.monotonic(), self._look()
+            return self._now[1]
+
+    def _look(self) -> dict[str, Any]:
+        num_steps = self.curves.refresh()
+        headlines = {label: self.curves.last(name) for label, name in HEADLINES.items()}
+        status = self._statuses[-1] if self._statuses else None
+        found = self._diagnosis()
+        return {
+            "name": self.name,
+            "kind": "simulation" if self.is_simulation else "live" if self.live else "over",
+            "read": 1.0 if self.follower.is_at_end else self.follower.share_read,
+            "trouble": self.follower.trouble,
+            "steps": num_steps,
+            "last_step": self.curves.steps[-1] if num_steps else None,
+            "steps_wanted": self._wanted_steps(),
+            "headlines": {label: value for label, value in headlines.items() if value is not None},
+            "status": None if status is None else to_builtins(status),
+            "status_age_s": None if status is None else time.monotonic() - self._heard_at,
+            "moving": found is not None and found.is_moving,
+            "findings": [] if found is None else [one._asdict() for one in found.findings],
+            "alarms": [one._asdict() for one in self._alarms(status)],
+            "usd_per_hour": None if status is None else self._price(status),
+        }
 
     def _diagnosis(self) -> Diagnosis | None:
         if len(self._statuses) == 2:
@@ -125,14 +135,12 @@ class WatchedRun:
         return workers + hosts + (self.follower.trainer_usd_per_hour if status.trainer != "none" else 0.0)
 
     def _wanted_steps(self) -> int | None:
-        file = self.path / "recipe.toml"
-        if not file.is_file():
-            return None
-        try:
-            wanted = load_toml(file).get("train", {}).get("steps")
-        except PolyrlError:
-            return None
-        return wanted if isinstance(wanted, int) else None
+        """Return the recipe's steps, read until they are known; None: it says none."""
+        if self._steps_wanted is None:
+            with contextlib.suppress(PolyrlError):
+                wanted = recipe_of(self.path).get("train", {}).get("steps")
+                self._steps_wanted = wanted if isinstance(wanted, int) else None
+        return self._steps_wanted
 
     def metric_names(self) -> list[dict[str, str]]:
         with self._lock:

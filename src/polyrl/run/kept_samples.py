@@ -11,7 +11,7 @@ be read in the same way.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -39,14 +39,19 @@ Texts = Callable[[Sequence[int]], str]
 """From tokens to text."""
 
 
+def recipe_of(run_dir: Path) -> dict[str, Any]:
+    """Return the recipe that a run was started with; empty if it has none. Raises ConfigError."""
+    file = run_dir / "recipe.toml"
+    return load_toml(file) if file.is_file() else {}
+
+
 def text_decoder(run_dir: Path, folder: str | None = None) -> Texts:
     """Return a decoder, of `folder` or else the run's recipe; without either it shows tokens as numbers.
 
     Raises UserError for a directory without a tokenizer.
     """
-    recipe = run_dir / "recipe.toml"
-    if folder is None and recipe.is_file():
-        folder = load_toml(recipe).get("model", {}).get("path")
+    if folder is None:
+        folder = recipe_of(run_dir).get("model", {}).get("path")
     if folder is None:
         return lambda tokens: " ".join(map(str, tokens))
     tokenizer = ModelTokenizer(folder)
