@@ -37,7 +37,7 @@ from polyrl.hosts.played import PlayedEpisode
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames, host_frames
 from polyrl.wire.control import HostJoinReply, HostJoinRequest
-from polyrl.wire.dial import Dialer, NameTaken, Patience, SessionOver, Unreachable, pauses
+from polyrl.wire.dial import Dialer, Patience, SessionOver, Unreachable, stay_connected
 from polyrl.wire.host_frames import HeldEpisode
 
 log = logging.getLogger("polyrl.hosts")
@@ -98,7 +98,6 @@ class HostAgent:
         self._over: asyncio.Future[HostOver] | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self._patience = Patience(options.give_up_after_s)
-        self._waits = pauses()
         self._failures = Repeats()
         self._pace = CallPace()
         self._is_stuck = False
@@ -181,31 +180,24 @@ class HostAgent:
             self._over.set_result(HostOver(why, ok=ok))
 
     async def _live(self) -> HostOver:
+        async def connect() -> None:
+            if self._session is None:
+                await self._join()
+            await self._stay_connected()
+
         try:
-            while True:
-                try:
-                    if self._session is None:
-                        await self._join()
-                    await self._stay_connected()
-                    self._waits = pauses()
-                    self._patience.renew()
-                except SessionOver:
-                    log.info("the manager has given us up; joining again")
-                    self._session = None
-                    self._stop_all()
-                except NameTaken as error:
-                    if self._patience.away_s > self._options.name_patience_s:
-                        return HostOver(str(error), ok=False)
-                    await asyncio.sleep(next(self._waits))
-                except Unreachable as error:
-                    if self._patience.is_over(error):
-                        return HostOver(f"{error}; given up after {self._options.give_up_after_s:.0f} s", ok=False)
-                    log.info("%s; trying again", error)
-                    await asyncio.sleep(next(self._waits))
+            why = await stay_connected(
+                connect, self._forget_session, self._patience, self._options.name_patience_s, log
+            )
+            return HostOver(why, ok=False)
         except HostOver as over:
             return over
         except UserError as error:
             return HostOver(str(error), ok=False)
+
+    def _forget_session(self) -> None:
+        self._session = None
+        self._stop_all()
 
     async def _join(self) -> None:
         options = self._options

@@ -6,10 +6,11 @@ whose manager is away) is `Unreachable`, and the caller tries again.
 """
 
 import asyncio
+import logging
 import random
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from ipaddress import ip_address
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -203,7 +204,7 @@ class Patience:
     """The time limit of retries, counted from the last progress; each step of a manager that starts is progress."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self.since = time.monotonic()
         self._share = -1.0
 
@@ -213,7 +214,7 @@ class Patience:
     def is_over(self, error: Unreachable) -> bool:
         if isinstance(error, Starting) and error.share != self._share:
             self.since, self._share = time.monotonic(), error.share
-        return self.away_s > self._seconds
+        return self.away_s > self.seconds
 
     @property
     def away_s(self) -> float:
@@ -246,3 +247,35 @@ def pauses() -> Iterator[float]:
     while True:
         yield pause * random.uniform(0.5, 1.0)
         pause = min(_LONGEST_PAUSE_S, pause * 1.6)
+
+
+async def stay_connected(
+    connect: Callable[[], Awaitable[None]],
+    forget_session: Callable[[], None],
+    patience: Patience,
+    name_patience_s: float,
+    log: logging.Logger,
+) -> str:
+    """Connect, and again after every break, until it is given up. Returns why.
+
+    `connect` joins first if there is no session, and returns when its connection breaks; all other errors of it are
+    the caller's. `name_patience_s`: how long another may hold our name.
+    """
+    waits = pauses()
+    while True:
+        try:
+            await connect()
+            waits = pauses()
+            patience.renew()
+        except SessionOver:
+            log.info("the manager has given us up; joining again")
+            forget_session()
+        except NameTaken as error:
+            if patience.away_s > name_patience_s:
+                return str(error)
+            await asyncio.sleep(next(waits))
+        except Unreachable as error:
+            if patience.is_over(error):
+                return f"{error}; given up after {patience.seconds:.0f} s"
+            log.info("%s; trying again", error)
+            await asyncio.sleep(next(waits))

@@ -35,7 +35,7 @@ from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
 from polyrl.wire.control import RewardJoinReply, RewardJoinRequest
-from polyrl.wire.dial import Dialer, NameTaken, Patience, SessionOver, Unreachable, pauses
+from polyrl.wire.dial import Dialer, Patience, SessionOver, stay_connected
 
 log = logging.getLogger("polyrl.rewards")
 
@@ -88,7 +88,6 @@ class RewardAgent:
         """The era whose settings are looked at, since that may take longer than a connection waits."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._patience = Patience(options.give_up_after_s)
-        self._waits = pauses()
         self._failures = Repeats()
 
     # Life
@@ -138,31 +137,23 @@ class RewardAgent:
             self._over.set_result(over)
 
     async def _live(self) -> RewardWorkerOver:
+        async def connect() -> None:
+            if self._session is None:
+                await self._join()
+            await self._stay_connected()
+
         try:
-            while True:
-                try:
-                    if self._session is None:
-                        await self._join()
-                    await self._stay_connected()
-                    self._waits = pauses()
-                    self._patience.renew()
-                except SessionOver:
-                    log.info("the manager has given us up; joining again")
-                    self._session = None
-                except NameTaken as error:
-                    if self._patience.away_s > self._options.name_patience_s:
-                        return RewardWorkerOver(str(error), ok=False)
-                    await asyncio.sleep(next(self._waits))
-                except Unreachable as error:
-                    if self._patience.is_over(error):
-                        why = f"{error}; given up after {self._options.give_up_after_s:.0f} s"
-                        return RewardWorkerOver(why, ok=False)
-                    log.info("%s; trying again", error)
-                    await asyncio.sleep(next(self._waits))
+            why = await stay_connected(
+                connect, self._forget_session, self._patience, self._options.name_patience_s, log
+            )
+            return RewardWorkerOver(why, ok=False)
         except RewardWorkerOver as over:
             return over
         except UserError as error:
             return RewardWorkerOver(str(error), ok=False, is_misfit=True)
+
+    def _forget_session(self) -> None:
+        self._session = None
 
     async def _join(self) -> None:
         options = self._options
