@@ -386,6 +386,16 @@ class RewardsTold(Frame, frozen=True, tag="rewards"):
         make_plain(self, "function", "why")
 
 
+class Offered(Frame, frozen=True, tag="offered"):
+    """What the trainer's provider of workers offers: how many could be had in all, and the price of another one."""
+
+    seq: Natural
+    num_workers: Natural
+    usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)]
+    workers: Annotated[tuple[PeerText, ...], Meta(max_length=100_000)] = ()
+    """Workers that cost so much, too, from now on."""
+
+
 class Published(Frame, frozen=True, tag="published"):
     seq: Natural
     version: VersionNumber
@@ -406,6 +416,7 @@ Statement = (
     | StepDone
     | Validating
     | RewardsTold
+    | Offered
     | Published
 )
 FromTrainer = TrainerHello | Statement
@@ -525,6 +536,8 @@ class StepReported(Frame, frozen=True, tag="step"):
 class FleetAdvised(Frame, frozen=True, tag="advice"):
     num_workers: int
     why: str
+    let_go: tuple[str, ...] = ()
+    """Workers that are too many, the least useful first."""
 
 
 ToTrainer = (

@@ -79,6 +79,8 @@ def _state(run: Run, frame: frames.Statement) -> None:
             run.tell(e.ValidationBegan() if frame.begins else e.ValidationEnded())
         case frames.RewardsTold():
             run.rewards = frame, run.lobby.now()
+        case frames.Offered():
+            run.tell(e.SupplyOffered(frame.num_workers, frame.usd_per_hour, tuple(map(WorkerName, frame.workers))))
         case frames.Published():
             _published(run, frame)
         case _:
