@@ -213,8 +213,8 @@ def _scaling_facts(desk: Desk, line: StepLine) -> scaling.ScalingFacts:
 
 def _local_speed(local: list[Worker], remote: list[Worker]) -> float:
     """Return how fast the trainer's own engines are against the fleet's, as seen with as many samples at once."""
-    num = max(1, min((worker.limit for worker in (*local, *remote)), default=1) // 2)
-    here, there = ([one.speed.step_s(num) for one in group] for group in (local, remote))
+    most = [max((num for one in group for num in one.speed.samples), default=0.0) for group in (local, remote)]
+    here, there = ([one.speed.step_s(min(most)) for one in group if one.speed.samples] for group in (local, remote))
     local_s, remote_s = ([seconds for seconds in group if seconds] for group in (here, there))
     if not local_s or not remote_s:
         return 1.0
