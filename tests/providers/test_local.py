@@ -51,7 +51,8 @@ class TestCommandThatRunsWhileItsWorkerDoes(ProviderContract):
 class TestCommandWithAList(ProviderContract):
     def provider(self, run: ProviderRun) -> Provider:
         cloud = shlex.quote(str(run.folder / "cloud"))
-        return CommandProvider(run, polyrl=POLYRL, **{k: v.replace("{{cloud}}", cloud) for k, v in LISTED.items()})
+        start, listed, stop = (LISTED[key].replace("{{cloud}}", cloud) for key in ("start", "list", "stop"))
+        return CommandProvider(run, start, listed, stop, polyrl=POLYRL)
 
     async def kill(self, provider: Provider, run: ProviderRun, name: str) -> None:
         os.kill(int((run.folder / "cloud" / name).read_text()), signal.SIGKILL)

@@ -29,7 +29,7 @@ _PATIENCE_S = 60.0
 _STEADY = 5
 """The number of first and of last steps whose mean rewards are compared."""
 _OVERRIDES = (
-    "manager.port=0", "fleet.workers=1", "fleet.spot=true", "fleet.price_usd_per_hour=0.40",
+    "manager.port=0", "fleet.workers=1", "fleet.replace=false", "fleet.spot=true", "fleet.price_usd_per_hour=0.40",
     "train.price_usd_per_hour=2.00", 'fleet.settings={ slots = 16, kv_tokens = 8192 }',
 )  # fmt: skip
 

@@ -520,7 +520,7 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     workers: Annotated[int, Meta(ge=0, le=10_000)] = 0
     """The number of workers; with `scaling.enabled`, the number at the start."""
     provider: str = "local"
-    """Where they run: local, command, slurm, ray, kubernetes, or a provider of your own: `module:Class`."""
+    """Where they run: local, command, slurm, ray, or a provider of your own: `module:Class`."""
     provider_args: dict[str, Any] = {}
     """Settings of the provider; docs/guides/providers.md."""
     replace: bool = True

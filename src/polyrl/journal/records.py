@@ -30,6 +30,8 @@ from polyrl.scheduling.core.ledger import Ledger, WorkerLine
 from polyrl.scheduling.core.parameters import RewardConfig, SchedulerConfig
 from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.parallelism import ParallelismState
+from polyrl.scheduling.rules.scaling import ScalingState
+from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.scheduler import Scheduler
 
 FORMAT = 1
@@ -277,6 +279,8 @@ _ADDED = frozenset(
     field.name
     for kind in (
         State,
+        ScalingState,
+        SeedingState,
         TrainerClock,
         Worker,
         FleetState,

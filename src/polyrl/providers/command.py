@@ -41,7 +41,7 @@ class CommandProvider:
         self,
         run: ProviderRun,
         start: str,
-        list: str = "",  # noqa: A002 (the name of the setting)
+        list: str = "",
         stop: str = "",
         hosts: Sequence[str] = (),
         polyrl: str = "polyrl",
@@ -70,7 +70,9 @@ class CommandProvider:
         names = [line.strip() for line in listed.splitlines() if line.strip()]
         strange = [name for name in names if not _NAME.fullmatch(name)]
         if strange:
-            raise ProviderError(f"fleet.provider_args.list: printed {strange[0][:80]!r}, expected a worker's name a line")
+            raise ProviderError(
+                f"fleet.provider_args.list: printed {strange[0][:80]!r}, expected a worker's name a line"
+            )
         return {name: HeldWorker(name, "running") for name in names}
 
     async def start(self, order: WorkerOrder) -> None:
@@ -115,7 +117,9 @@ def _check_template(key: str, template: str, *, has_hosts: bool) -> None:
         raise ConfigError(f"{key}: {error}; a brace that is meant as one is doubled") from error
     for name in names:
         if name not in _FIELDS:
-            raise ConfigError(f"{key}: got {{{name}}}, expected one of {', '.join(_FIELDS)}; double a brace meant as one")
+            raise ConfigError(
+                f"{key}: got {{{name}}}, expected one of {', '.join(_FIELDS)}; double a brace meant as one"
+            )
     if "host" in names and not has_hosts:
         raise ConfigError(f"{key}: has {{host}}, and fleet.provider_args.hosts is empty; expected names of machines")
 

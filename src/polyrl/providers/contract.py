@@ -1,4 +1,4 @@
-"""The contract of providers (polyrl/providers/provider.py) as a suite. A provider is held to it by a class that makes one:
+"""The contract of providers (polyrl/providers/provider.py) as a suite. A class that makes one holds it to that:
 
     class TestMyProvider(ProviderContract):
         def provider(self, run: ProviderRun) -> Provider:
@@ -48,11 +48,11 @@ class ProviderContract:
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> ProviderRun:
-        return ProviderRun("contract-" + tmp_path.name.lower().replace("_", "-")[:30], tmp_path / "shared", tmp_path / "logs")
+        return ProviderRun(
+            "contract-" + tmp_path.name.lower().replace("_", "-")[:30], tmp_path / "shared", tmp_path / "logs"
+        )
 
-    async def until(
-        self, provider: Provider, is_so: Callable[[dict[str, HeldWorker]], bool]
-    ) -> dict[str, HeldWorker]:
+    async def until(self, provider: Provider, is_so: Callable[[dict[str, HeldWorker]], bool]) -> dict[str, HeldWorker]:
         """Look until it is so. Fails when time is up."""
         deadline = time.monotonic() + self.timeout_s
         while True:

@@ -32,7 +32,7 @@ class ProviderRun(Struct, frozen=True):
     """The run that a provider works for."""
 
     id: str
-    """A name of lower-case letters, digits and dashes that no other run has. Whatever is started is labelled with it."""
+    """A name of lower-case letters, digits and dashes that no other run has. All that is started is labelled so."""
     folder: Path
     """Where the provider may keep files: the folder `fleet` in the run's directory."""
     logs: Path

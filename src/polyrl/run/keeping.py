@@ -4,9 +4,9 @@
              else fleet.workers
 
 Rules kept here: one process keeps the fleet of a run, the one that has the lock `fleet/keeper.lock`. A worker that
-ends is started again after a pause that doubles with every end soon after a start; with fleet.replace = false, or when it ended
-for a mistake that another start would repeat, it is not. A provider that fails is tried again, and said once. Workers
-too many are drained by the manager before their provider ends them: the least useful first, as the scheduler names them.
+ends is started again after a pause that doubles with every end soon after a start; with fleet.replace = false, or when
+it ended for a mistake that another start would repeat, it is not. A provider that fails is tried again, and said once.
+Workers too many are drained by the manager before their provider ends them, the least useful first.
 """
 
 import asyncio
@@ -54,13 +54,6 @@ _LOCK = "keeper.lock"
 MAX_WORKERS = 10_000
 
 
-class Wanted(Struct, frozen=True):
-    """How many workers a person asked for."""
-
-    workers: int | None = None
-    """None: whatever the run itself wants."""
-
-
 class _Life(Struct):
     """What is known of a worker's starts."""
 
@@ -70,13 +63,13 @@ class _Life(Struct):
     given_up: bool = False
 
 
-def read_wanted(run_dir: Path) -> Wanted:
-    """Return what a person asked for last, by `polyrl up` or `polyrl down`."""
+def read_wanted(run_dir: Path) -> int | None:
+    """Return how many workers a person asked for last, by `polyrl up` or `polyrl down`; None: the run decides."""
     try:
         number = json.loads((run_dir / "fleet" / _WANTED).read_text())["workers"]
     except (OSError, ValueError, KeyError, TypeError):
-        return Wanted()
-    return Wanted(number if isinstance(number, int) and 0 <= number <= MAX_WORKERS else None)
+        return None
+    return number if isinstance(number, int) and 0 <= number <= MAX_WORKERS else None
 
 
 def write_wanted(run_dir: Path, workers: int | None) -> None:
@@ -101,7 +94,7 @@ def keepers_lock(run_dir: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-class Keeper:
+class FleetKeeper:
     """The workers of a run that its provider starts and ends."""
 
     def __init__(
@@ -128,7 +121,7 @@ class Keeper:
 
     def wanted(self, advised: int | None = None) -> int:
         """How many workers there should be now."""
-        said = read_wanted(self._run_dir).workers
+        said = read_wanted(self._run_dir)
         if said is not None:
             return said
         scaling = self._recipe.scaling
@@ -293,17 +286,17 @@ def _what_next(life: _Life, pause_s: float) -> str:
     return f"the run goes on, and starts it again{f' in {pause_s:.0f} s' if pause_s >= 1 else ''}"
 
 
-def make_keeper(recipe: Recipe, run_dir: Path, address: ManagerAddress, *, ends_with_us: bool = True) -> Keeper:
+def make_keeper(recipe: Recipe, run_dir: Path, address: ManagerAddress, *, ends_with_us: bool = True) -> FleetKeeper:
     """Return the keeper of a run's fleet. Raises UserError for a provider that cannot work here."""
     provider = make_provider(
         recipe.fleet.provider, recipe.fleet.provider_args, run_of(run_dir, ends_with_us=ends_with_us)
     )
     provider.check()
-    return Keeper(recipe, run_dir, address, provider)
+    return FleetKeeper(recipe, run_dir, address, provider)
 
 
 @asynccontextmanager
-async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> AsyncIterator[Keeper]:
+async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> AsyncIterator[FleetKeeper]:
     """Run the workers that `[fleet]` asks for, until the block ends."""
     with keepers_lock(run_dir) as is_ours:
         if not is_ours:
@@ -323,7 +316,7 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
             await keeper.provider.close()
 
 
-async def keep(keeper: Keeper, fleet: Fleet, say: Say) -> None:
+async def keep(keeper: FleetKeeper, fleet: Fleet, say: Say) -> None:
     """Keep the fleet until cancelled."""
     while True:
         advice = fleet.advice
@@ -334,7 +327,7 @@ async def keep(keeper: Keeper, fleet: Fleet, say: Say) -> None:
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-async def until_joined(recipe: Recipe, fleet: Fleet, keeper: Keeper) -> None:
+async def until_joined(recipe: Recipe, fleet: Fleet, keeper: FleetKeeper) -> None:
     """With `fleet.wait`, wait for all workers to join. Warn and return if time is up or one has ended."""
     until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
     while recipe.fleet.wait and set(keeper.names) - {one.name for one in (await fleet.status()).workers}:

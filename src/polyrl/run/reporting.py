@@ -212,7 +212,7 @@ class Reporter:
         return next((one for one in reversed(lines) if one.step == step - 1), None)
 
     def news(
-        self, fleet: Fleet, keeper: keeping.Keeper, playing: dict[str, hosts.HostProcess], tasks: Tasks
+        self, fleet: Fleet, keeper: keeping.FleetKeeper, playing: dict[str, hosts.HostProcess], tasks: Tasks
     ) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that report everything beside the steps, until they are cancelled."""
         say, recipe, self._tasks = self.display.say, self._recipe, tasks

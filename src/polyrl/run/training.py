@@ -35,7 +35,6 @@ from polyrl.run import (
     resuming,
     reward_workers,
     validation_hosts,
-    workers,
 )
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption
@@ -61,7 +60,7 @@ class LiveRun(NamedTuple):
     recipe: Recipe
     run_dir: Path
     address: ManagerAddress
-    keeper: keeping.Keeper
+    keeper: keeping.FleetKeeper
     """The workers of `[fleet]`."""
     hosts: dict[str, hosts.HostProcess]
     """The hosts of `[environments]`, by name."""

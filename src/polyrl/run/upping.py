@@ -86,7 +86,7 @@ def _refuse_changes(wish: Wish) -> None:
         raise UserError(f"{wish.settings[0]}: a trainer keeps the workers of {wish.run_dir}; its recipe says how")
 
 
-def _keeper(recipe: Recipe, run_dir: Path, *, needs_manager: bool) -> keeping.Keeper:
+def _keeper(recipe: Recipe, run_dir: Path, *, needs_manager: bool) -> keeping.FleetKeeper:
     found = recipe_and_url(run_dir)
     if found is None and needs_manager:
         raise UserError(f"{run_dir}: no manager runs there; start it with `polyrl train --resume {run_dir}`")
@@ -95,7 +95,7 @@ def _keeper(recipe: Recipe, run_dir: Path, *, needs_manager: bool) -> keeping.Ke
     return keeping.make_keeper(recipe, run_dir, address, ends_with_us=False)
 
 
-async def _held(keeper: keeping.Keeper) -> Mapping[str, HeldWorker]:
+async def _held(keeper: keeping.FleetKeeper) -> Mapping[str, HeldWorker]:
     try:
         return {name: one for name, one in (await keeper.provider.held()).items() if one.state != "ended"}
     except ProviderError as error:
@@ -103,7 +103,13 @@ async def _held(keeper: keeping.Keeper) -> Mapping[str, HeldWorker]:
 
 
 async def _reach(
-    keeper: keeping.Keeper, number: int, before: Mapping[str, HeldWorker], timeout_s: float, say: Say, *, is_ours: bool
+    keeper: keeping.FleetKeeper,
+    number: int,
+    before: Mapping[str, HeldWorker],
+    timeout_s: float,
+    say: Say,
+    *,
+    is_ours: bool,
 ) -> int:
     """Wait until so many workers are there, and do what is missing if that is ours."""
     deadline = time.monotonic() + timeout_s

@@ -235,10 +235,6 @@ def _drain_requested(desk: Desk, event: e.DrainRequested, now: Seconds) -> None:
         notices.given(desk, worker, event.reason, event.notice_s, now)
 
 
-def _supply_offered(desk: Desk, event: e.SupplyOffered, now: Seconds) -> None:
-    steps.supply_offered(desk, event, now)
-
-
 # The trainer
 
 
@@ -433,7 +429,7 @@ HANDLERS: Mapping[type, Handler] = {
     e.SampleStopped: asking.stop,
     e.StepRestarted: _step_restarted,
     e.StepTrained: _step_trained,
-    e.SupplyOffered: _supply_offered,
+    e.SupplyOffered: steps.supply_offered,
     e.TimePassed: _time_passed,
     e.TokensArrived: _tokens_arrived,
     e.TokensDiscarded: _tokens_discarded,

@@ -1,8 +1,8 @@
 """Which of the machines that a market grants are held: those that a fleet keeper would ask for.
 
 A granted machine is *offered*. Held ones are started, and paid from that moment on; the others cost nothing. Where more
-are wanted than are held, the next offered ones are started; where fewer, the newest, or those that the advice names, are
-drained. A machine that is taken away is replaced by another one that is offered.
+are wanted than are held, the next offered ones are started; where fewer, those that the advice names, or the newest,
+are drained. A machine that is taken away is replaced by another one that is offered.
 
 It leaves out what a start costs: the fleet model plays that.
 """

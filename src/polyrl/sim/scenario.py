@@ -229,7 +229,7 @@ class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     events: list[SupplyEvent] = []
     trace: str | None = None
-    """A CSV file `at_s,workers` or `at_s,workers,usd_per_hour`, in order. Its path starts from the file that says so."""
+    """A CSV file `at_s,workers` or `at_s,workers,usd_per_hour`, in order; its path is from the file that says so."""
     notice_s: NotNegative = 30.0
     """Warning before a machine is taken; 0 is death without notice."""
     market_mean_s: Positive | None = None

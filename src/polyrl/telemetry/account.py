@@ -71,7 +71,6 @@ class Life(Struct):
     """`lost`: it went without handing over."""
     why: str = ""
 
-
     def usd(self, end: Seconds) -> float:
         """Return its dollars up to then: every second times the price of that second."""
         moments = [*((min(at, end), price) for at, price in self.repriced), (end, 0.0)]

@@ -395,6 +395,10 @@ class Offered(Frame, frozen=True, tag="offered"):
     workers: Annotated[tuple[PeerText, ...], Meta(max_length=100_000)] = ()
     """Workers that cost so much, too, from now on."""
 
+    def __post_init__(self) -> None:
+        if not all(name.isprintable() for name in self.workers):
+            force_setattr(self, "workers", tuple(plain(name)[:_MAX_TEXT] for name in self.workers))
+
 
 class Published(Frame, frozen=True, tag="published"):
     seq: Natural

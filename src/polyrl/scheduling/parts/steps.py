@@ -163,6 +163,7 @@ def _take_window_in_force(desk: Desk, kind: RoundKind, num_workers: int) -> None
         before = learned.t_seed_s
         learned.t_seed_s = scaling.window_s(desk.state.scaling, kind, learned, before, num_workers)
         learned.last_correction_s = learned.last_correction_s if learned.t_seed_s == before else 0.0
+        learned.num_workers = num_workers
 
 
 def _foresee_window(desk: Desk, kind: RoundKind, times: StepTimes) -> None:

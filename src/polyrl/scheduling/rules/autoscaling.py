@@ -7,8 +7,8 @@ being lost,
     step(n) = max(t, (W + R t) / (a n + R)) + other        a = 1 / (1 + losses an hour * seconds to prepare / 3600)
     cost(n) = (trainer + workers) $ an hour * step(n)
 
-Steps that were seen with a fleet that did not change beat the model: a number of workers that was seen has the time that
-it had, and others have the model's time, corrected as at the nearest number that was seen.
+Steps that were seen with a fleet that did not change beat the model: a number of workers that was seen has the time
+that it had, and others have the model's time, corrected as at the nearest number that was seen.
 
 `cheapest` is the n with the least cost a step; `fastest` the fewest workers that come within 1% of the shortest step.
 Where the trainer has no price, its time is taken to be worth everything: `cheapest` is then `fastest`.
@@ -17,8 +17,8 @@ Rules kept here:
 - Never below `min_workers`, never above `max_workers`, whatever it costs or saves.
 - Workers never cost more than `max_usd_per_hour` an hour; when another step would bring them above `max_usd` in all,
   only `min_workers` stay. Both act at once.
-- Every other change saves `min_gain` of the cost (or of the time, for `fastest`), and waits until `num_steps` steps in a
-  row asked for it, on the same side. After a change of the price, which is known and not measured, it does not wait.
+- Every other change saves `min_gain` of the cost (or of the time, for `fastest`), and waits until `num_steps` steps
+  in a row asked for it, on the same side. A change of the price is known and not measured: it acts at once.
   A fleet smaller than asked for, since nobody offers more, is a normal state.
 - The least useful go first: who leaves anyhow, then who costs the most for what it writes, then the newest.
 
@@ -36,7 +36,7 @@ from polyrl.ids import Seconds, WorkerName
 _HOUR_S = 3600.0
 _PRIOR_LOSSES = 0.1
 _PRIOR_HOURS = 0.5
-"""Before anything is known, a worker is lost every five hours; half an hour of a worker weighs as much as that guess."""
+"""Before anything is known, a worker is lost every five hours; the guess weighs as much as half an hour of a worker."""
 _NEAR_SHORTEST = 1.01
 
 Aim = Literal["cheapest", "fastest"]
@@ -96,7 +96,7 @@ class StepModel(Struct, frozen=True):
         return self.worker_s / (self.share * self.train_s)
 
 
-class Choice(Struct, frozen=True):
+class FleetChoice(Struct, frozen=True):
     num_workers: int
     at_once: bool
     """A limit is exceeded: it does not wait for another step."""
@@ -136,14 +136,14 @@ def choose(
     *,
     aim: Aim,
     min_gain: float,
-) -> Choice:
+) -> FleetChoice:
     """Return how many workers to hold, or as many as are asked for already."""
     costs = _workers_usd(held, prices.offered, limits.most)
     affordable = _affordable(costs, limits)
     now = min(asked, limits.most)
     if _is_spent(model, costs, prices, limits, max(min(len(held), limits.most), limits.least)):
         left = f"${prices.spent:.2f} of the ${limits.usd:.2f} for workers are spent, and a step costs more than is left"
-        return Choice(limits.least, max(asked, len(held)) > limits.least, left)
+        return FleetChoice(limits.least, max(asked, len(held)) > limits.least, left)
     values = [_value(model, costs, prices, number, aim) for number in range(limits.most + 1)]
     allowed = range(limits.least, max(limits.least, affordable) + 1)
     best = min(allowed, key=lambda number: (values[number], -number if aim == "cheapest" else number))
@@ -152,7 +152,7 @@ def choose(
     is_out = not limits.least <= asked <= max(limits.least, affordable)
     if not is_out and values[best] > values[now] * (1.0 - min_gain):
         best = now
-    return Choice(best, is_out, _why(model, costs, prices, limits, asked, best, affordable))
+    return FleetChoice(best, is_out, _why(model, costs, prices, limits, asked, best, affordable))
 
 
 def least_useful(held: Sequence[ScaledWorker], num: int) -> tuple[WorkerName, ...]:
@@ -182,9 +182,7 @@ def _affordable(costs: Sequence[float], limits: ScalingLimits) -> int:
     return max(number for number, usd in enumerate(costs) if usd <= limits.usd_per_hour + 1e-9)
 
 
-def _is_spent(
-    model: StepModel, costs: Sequence[float], prices: Prices, limits: ScalingLimits, number: int
-) -> bool:
+def _is_spent(model: StepModel, costs: Sequence[float], prices: Prices, limits: ScalingLimits, number: int) -> bool:
     if limits.usd is None:
         return False
     step_s = model.step_s(number)

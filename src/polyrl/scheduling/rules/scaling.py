@@ -9,7 +9,7 @@ Rules kept here:
 - No worker is advised for what is written in less time than a worker needs to begin (`BEGIN_S`). The steps of a tiny
   model train in milliseconds; a fleet that keeps pace with that would only fetch weights.
 
-- With `enabled`, prices, losses and the time to prepare are weighed (autoscaling.py), and the driver acts on the advice.
+- With `enabled`, prices, losses and the time to prepare are weighed (autoscaling.py), and the driver acts on it.
 
 Left out: acting on advice. Without `enabled` a person starts and stops workers; a fleet that is smaller than advised is
 a normal state.
@@ -196,7 +196,7 @@ def _model(state: ScalingState, times: StepTimes, t_seed_s: Seconds, facts: Scal
 def _after_hysteresis(
     state: ScalingState,
     config: ScalingConfig,
-    choice: autoscaling.Choice,
+    choice: autoscaling.FleetChoice,
     held: tuple[ScaledWorker, ...],
     offered: float,
 ) -> Advice | None:

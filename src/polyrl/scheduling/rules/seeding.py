@@ -45,7 +45,7 @@ class SeedingState(msgspec.Struct):
     memory: dict[int, Seconds] = msgspec.field(default_factory=dict)
     """The window last learned, by number of workers."""
     num_workers: int = 0
-    """The number of workers that `t_seed_s` is for."""
+    """The number of workers that `t_seed_s` is for; kept where the autoscaler is at work."""
     last_correction_s: Seconds = 0.0
     """Zero when the next correction has nothing to turn back on."""
 
@@ -99,7 +99,7 @@ def learn(config: SeedingConfig, state: SeedingState, times: StepTimes) -> str:
         return f"nothing learned: seeding.mode is {config.mode}"
     if times.workers_now == 0:
         return "nothing learned: the step ended with no workers"
-    workers = state.num_workers = times.workers_now
+    workers = times.workers_now
     correction = _correction(config, state, times)
     before = state.t_seed_s
     state.t_seed_s = max(0.0, before + correction)
