@@ -26,7 +26,7 @@ from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.saving import Rules, Saver
-from polyrl.trainer.step import Added, StepStats
+from polyrl.trainer.step_stats import Added, StepStats
 from polyrl.weights.server import Offer
 from polyrl.wire import frames
 

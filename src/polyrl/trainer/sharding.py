@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from polyrl.trainer.ranks import Ranks
+from polyrl.trainer.ranks import RankGroup
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class WholeEnds(torch.nn.Module):
         return work()
 
 
-def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
+def shard(model: Any, ranks: RankGroup, dtype: torch.dtype) -> WholeEnds:
     """Shard a decoder of transformers in place. It may be on the CPU: layers go to the device one by one, as shards."""
     is_trained = any(one.requires_grad for one in model.parameters())
     if is_trained:
@@ -47,12 +47,12 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
     return whole
 
 
-def shard_head(head: torch.nn.Module, ranks: Ranks) -> None:
+def shard_head(head: torch.nn.Module, ranks: RankGroup) -> None:
     """Shard a separate module, which computes in float32."""
     _shard(head, ranks, MixedPrecisionPolicy())
 
 
-def _shard(module: Any, ranks: Ranks, precision: MixedPrecisionPolicy) -> None:
+def _shard(module: Any, ranks: RankGroup, precision: MixedPrecisionPolicy) -> None:
     # The root too is resharded after a forward pass: kept whole, it would miss the next update.
     fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True)
     module.set_gradient_divide_factor(1.0)
@@ -66,6 +66,11 @@ def gather(named: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Ite
         if dtype is not None and part.is_floating_point():
             part = part.to(dtype)
         yield name, part.full_tensor() if isinstance(part, DTensor) else part
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, not copied; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_part(tensor: Tensor) -> bool:
