@@ -63,7 +63,7 @@ def main(rank: int, size: int, num_replicas: int, folder: Path) -> None:
         sharing = None if ranks.replica.size == 1 else ranks.replica
         learner = make_crew(folder, sharing, config, shape, Meeting(ranks))
         metrics = two_steps(learner.steps, samples(folder, shape), ranks.replica_number, num_replicas)
-        state = dict(sharding.gather(learner.state()))
+        state = dict(sharding.gather(learner.state().items()))
         assert isinstance(learner.optimizer, Recording)
         first = {f"first/{key}": one for key, one in (learner.optimizer.first or {}).items()}
         masters = [one for key, one in sorted(state.items()) if "/master/" in key]

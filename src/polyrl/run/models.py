@@ -47,14 +47,14 @@ def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | N
         torch.set_num_threads(recipe.train.threads)
     model, wanted = recipe.model, recipe.algorithm
     unchanged: Scorer | None = None
+    serves = uses_engine(recipe) and ranks is not None and ranks.replica.rank == 0
     if recipe.lora.rank:
         from polyrl.trainer import lora
 
-        settings = _settings(recipe)
-        policy = lora.load(model.path, model.dtype, device, recipe.lora, seed=recipe.train.seed, **settings)
+        given = {"seed": recipe.train.seed, "ranks": _sharing(ranks), "serves": serves, **_settings(recipe)}
+        policy = lora.load(model.path, model.dtype, device, recipe.lora, **given)
         unchanged = policy.reference
     else:
-        serves = uses_engine(recipe) and ranks is not None and ranks.replica.rank == 0
         policy = _load(recipe, model.path, ranks, serves=serves)
     if wanted.kl == "none":
         return policy, None

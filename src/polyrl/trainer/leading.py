@@ -10,6 +10,7 @@ The other ranks receive one command at a time, as bytes, and carry out the same 
 makes their collectives match. How several replicas divide a step is in replicas.py.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -77,7 +78,8 @@ class Finish(Struct, frozen=True, tag=True):
 
 
 class GatherWeights(Struct, frozen=True, tag=True):
-    pass
+    changes_alone: bool = False
+    """Of a model with low-rank changes, gather these, not the weights that engines run."""
 
 
 class GatherState(Struct, frozen=True, tag=True):
@@ -117,11 +119,19 @@ class Leader:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights in the precision that they are served in, and copy each into the engine's own copy."""
         policy = self._crew.policy
-        served: dict[str, Tensor] = {}
-        if policy.loaded.model is not policy.model:
-            served = dict(policy.loaded.model.named_parameters())
+        served = dict(policy.loaded.model.named_parameters()) if policy.has_own_engine_copy else {}
+        if policy.adapter is None:
+            yield from self._weights_into(served)
+            return
+        if served:
+            for _ in self._weights_into(served):
+                pass
+        with self._all(GatherWeights(changes_alone=True)):
+            yield from sharding.gather(policy.published().items())
+
+    def _weights_into(self, served: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         with self._all(GatherWeights()):
-            for name, one in _weights(self._crew):
+            for name, one in sharding.gather(self._crew.policy.served_parts()):
                 if name in served:
                     with torch.no_grad():
                         served[name].copy_(one)
@@ -130,7 +140,7 @@ class Leader:
     def whole_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a checkpoint, whole. Tensors that did not have to be gathered are not copies."""
         with self._all(GatherState()):
-            yield from sharding.gather(self._crew.state())
+            yield from sharding.gather(self._crew.state().items())
 
     def stop(self) -> None:
         """Tell the other ranks to exit. Ranks that are gone already are not an error."""
@@ -162,15 +172,11 @@ def follow(ranks: RankGroup, learner: Learner) -> None:
                 learner.steps.add(decode_groups(groups), first)
             case Finish():
                 learner.steps.finish()
-            case GatherWeights():
-                for _ in _weights(learner):
-                    pass
+            case GatherWeights(changes_alone):
+                policy = learner.policy
+                its = policy.published().items() if changes_alone else policy.served_parts()
+                deque(sharding.gather(its), maxlen=0)
             case GatherState():
-                for _ in sharding.gather(learner.state()):
-                    pass
+                deque(sharding.gather(learner.state().items()), maxlen=0)
             case StopRanks():
                 return
-
-
-def _weights(learner: Learner) -> Iterator[tuple[str, Tensor]]:
-    return sharding.gather(learner.policy.parameters(), learner.policy.dtype)
