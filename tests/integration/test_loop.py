@@ -43,7 +43,7 @@ class CountingSteps:
     def begin(self, step: int, num_steps: int | None = None) -> None:
         self._step = step
 
-    def add(self, groups: Sequence[TrainGroup]) -> Added:
+    def add(self, groups: Sequence[TrainGroup], first: int | None = None) -> Added:
         self.groups += groups
         return Added(len(groups))
 

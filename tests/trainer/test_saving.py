@@ -43,7 +43,7 @@ class Model:
     def begin(self, step: int, num_steps: int | None = None) -> None:
         self._step = step
 
-    def add(self, groups: Any) -> Added:
+    def add(self, groups: Any, first: int | None = None) -> Added:
         return Added(len(groups))
 
     def finish(self) -> StepStats:

@@ -25,7 +25,7 @@ from polyrl.trainer.step_stats import Added
 Tensor = torch.Tensor
 
 
-class Counts(NamedTuple):
+class StepCounts(NamedTuple):
     added: Added
     num_open_tokens: int
     num_open_samples: int
@@ -37,13 +37,15 @@ class Meeting:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def counts(self, own: Counts) -> Counts:
+    def counts(self, own: StepCounts) -> StepCounts:
         """Return the sums over replicas. All ranks of a replica have counted the same."""
-        every = [msgspec.msgpack.decode(data, type=Counts) for data in self._of_replicas(msgspec.msgpack.encode(own))]
+        every = [
+            msgspec.msgpack.decode(data, type=StepCounts) for data in self._of_replicas(msgspec.msgpack.encode(own))
+        ]
         added = Added()
         for one in every:
             added = added.plus(one.added)
-        return Counts(added, sum(one.num_open_tokens for one in every), sum(one.num_open_samples for one in every))
+        return StepCounts(added, sum(one.num_open_tokens for one in every), sum(one.num_open_samples for one in every))
 
     def held(self, own: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
         """Return the groups of all replicas, in the same order at every rank."""

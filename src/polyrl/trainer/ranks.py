@@ -9,7 +9,7 @@
 
 Ranks are divided into replicas of equal size. The ranks of a replica shard one copy of the model, and make every pass
 together; replicas meet only in `add_up` and `exchange`. Commands go from rank zero to the first rank of each other
-replica, and its answers come back, on two `Line`s, so that each replica can be told something else at another time.
+replica, and its answers come back, on two `RankLine`s, so that each replica can be told something else at another time.
 
 Rules kept here: ranks exchange bytes in tensors, which are never unpickled. These go over gloo on the CPU, practically
 without a timeout: between two steps the other ranks wait for rank zero, which waits for answers. A rank that is gone
@@ -97,7 +97,7 @@ class RankGroup:
         return [one.numpy().tobytes()[: int(length)] for one, length in zip(told, lengths, strict=True)]
 
 
-class Line:
+class RankLine:
     """Messages from one rank to another, in order. Each end belongs to one thread."""
 
     def __init__(self, sender: int, group: dist.ProcessGroup) -> None:
@@ -112,12 +112,12 @@ class Line:
         return _broadcast(b"", self._sender, self._group, speaks=False)
 
 
-class LinePair(NamedTuple):
+class RankLines(NamedTuple):
     """The two ways between rank zero and the first rank of another replica."""
 
-    down: Line
+    down: RankLine
     """From rank zero."""
-    up: Line
+    up: RankLine
 
 
 class Ranks(RankGroup):
@@ -128,7 +128,7 @@ class Ranks(RankGroup):
         self.num_replicas, self.replica_number = 1, 0
         self.replica: RankGroup = self
         """The ranks that share this rank's copy of the model."""
-        self.lines: dict[int, LinePair] = {}
+        self.lines: dict[int, RankLines] = {}
         """By the number of the replica: all of them at rank zero, its own at the first rank of another replica."""
         self._across: dist.ProcessGroup | None = None
         """The ranks that hold the same shard, one of each replica."""
@@ -176,7 +176,7 @@ class Ranks(RankGroup):
             down, up = _new_group([0, first]), _new_group([0, first])
             if self.rank in (0, first):
                 assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
-                self.lines[number] = LinePair(Line(0, down), Line(first, up))
+                self.lines[number] = RankLines(RankLine(0, down), RankLine(first, up))
 
     def add_up(self, tensors: Iterable[torch.Tensor]) -> None:
         """Sum tensors over replicas, in place: each rank with those that hold the same shard. All call it with tensors

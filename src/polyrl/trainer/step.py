@@ -36,7 +36,7 @@ from polyrl.trainer import mismatch
 from polyrl.trainer.batch import TrainGroup, TrainSample, check_samples, first_sequences, without
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.guard import MismatchGuard
-from polyrl.trainer.meeting import Counts, Meeting
+from polyrl.trainer.meeting import Meeting, StepCounts
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
 from polyrl.trainer.objectives import aggregation, corrections, kl
 from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
@@ -229,7 +229,7 @@ class StepAccumulator:
         """Put the counts of all replicas together, and what they have held back."""
         if self._meeting is None:
             return
-        counts = self._meeting.counts(Counts(self._added, self._num_open_tokens, self._num_open_samples))
+        counts = self._meeting.counts(StepCounts(self._added, self._num_open_tokens, self._num_open_samples))
         self._added, self._num_open_tokens, self._num_open_samples = counts
         if self._holds_back:
             self._held = self._meeting.held(self._held)
