@@ -123,14 +123,14 @@ def _has_nothing_to_generate(desk: Desk, worker: Worker, round_: Round, now: Sec
 def _why_generate(desk: Desk, worker: Worker, round_: Round | None, now: Seconds) -> str | None:
     """Why the devices of a worker that train should generate, or None."""
     state = desk.state
-    if state.clock.busy_since is not None and (state.rules < 4 or _is_busy(desk, worker)):
+    if state.clock.busy_since is not None and (state.rules < 5 or _is_busy(desk, worker)):
         return None
     if round_ is None:
         seeds = desk.config.seeding.mode != "off" or state.fleet.num_remote == 0
         return "the step is trained" if seeds else None
     if round_.closed_at is not None:
         return None
-    is_alone = state.rules < 4 or _nobody_generates(desk)
+    is_alone = state.rules < 5 or _nobody_generates(desk)
     if state.clock.train_s == 0.0 and now < _window_end(desk, round_) and is_alone:
         if round_.num_waiting:
             return "the step begins and samples wait"
