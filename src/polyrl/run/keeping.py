@@ -286,6 +286,12 @@ def _what_next(life: _Life, pause_s: float) -> str:
     return f"the run goes on, and starts it again{f' in {pause_s:.0f} s' if pause_s >= 1 else ''}"
 
 
+def check_provider(recipe: Recipe, run_dir: Path) -> None:
+    """Raise UserError for a provider that is unknown, or cannot work here."""
+    if recipe.fleet.workers or recipe.scaling.enabled or recipe.fleet.provider != "local":
+        make_provider(recipe.fleet.provider, recipe.fleet.provider_args, run_of(run_dir, ends_with_us=True)).check()
+
+
 def make_keeper(recipe: Recipe, run_dir: Path, address: ManagerAddress, *, ends_with_us: bool = True) -> FleetKeeper:
     """Return the keeper of a run's fleet. Raises UserError for a provider that cannot work here."""
     provider = make_provider(
