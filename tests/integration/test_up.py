@@ -42,7 +42,9 @@ def workers() -> dict[str, int]:
 
 @contextmanager
 def running(*settings: str) -> Iterator[None]:
-    process = start("train.steps=100000", *settings)
+    with Path("their_reward.py").open("a") as reward:
+        reward.write("\n\ndef fine(given):\n    return given.num_tokens % 2\n")
+    process = start("train.steps=100000", "data.reward=their_reward:fine", *settings)
     try:
         until(lambda: (RUN / "metrics.jsonl").exists())
         yield
