@@ -24,7 +24,7 @@ from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.http import Front
 from polyrl.manager.service import Service
 from polyrl.manager.status import status
-from polyrl.rewards.groups import make_group
+from polyrl.rewards.groups import AnswerFacts, make_group
 from polyrl.rewards.messages import RewardScored
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote import travel
@@ -146,7 +146,9 @@ def test_whole_groups_are_scored_on_reward_workers_too(tmp_path: Path):
 
     async def scenario() -> None:
         async with manager(tmp_path) as live, scoring(live, wanted) as pool, reward_worker(live):
-            group = make_group(given(), [("a", "stop", 2), ("aaa", "stop", 4), ("aa", "length", 2)])
+            group = make_group(
+                given(), [AnswerFacts("a", "stop", 2), AnswerFacts("aaa", "stop", 4), AnswerFacts("aa", "length", 2)]
+            )
             found = await pool.score_group("remote_mine:rank", group)
             assert [one and one.score for one in found] == [0.0, 1.0, 0.0]
             assert found[2] is not None and found[2].parts == {"length": 2.0}

@@ -267,7 +267,7 @@ def _cut(desk: Desk, sample: TrackedSample, num_tokens: int, cause: DiscardCause
 def _scored(desk: Desk, sample: TrackedSample, outcome: EpisodeOutcome, now: Seconds) -> None:
     ended = desk.ledger.episodes_ended
     ended[outcome] = ended.get(outcome, 0) + 1
-    rounds.episode_scored(desk, sample, now)
+    rounds.episode_ended(desk, sample, now)
 
 
 def _failed(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
