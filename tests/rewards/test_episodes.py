@@ -125,7 +125,7 @@ def test_what_no_episode_can_have_is_one_line(overrides: list[str], message: str
 
 
 def test_answers_have_no_environment_to_be_scored_by():
-    with pytest.raises(ConfigError, match=r"^data.reward: environment is the reward of data.environment, which is miss"):
+    with pytest.raises(ConfigError, match=r"^data.reward: environment is the reward of data.environment, which"):
         recipe("data.reward=environment")
     with pytest.raises(ConfigError, match=r"^rewards.functions: no domain uses environment"):
         recipe('rewards.functions=[{function="environment"}]')
