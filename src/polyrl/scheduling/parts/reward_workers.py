@@ -4,6 +4,9 @@ Rules kept here: a name has one life at a time; news of another life is late. Wh
 CPU time only grows within a life, so that a report that is told again, or out of order, counts once.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import RewardWorkerJoined, RewardWorkerLeft, RewardWorkerReported
@@ -64,3 +67,10 @@ def _forget_names(desk: Desk) -> None:
     lines, there = desk.ledger.reward_workers, desk.reward_workers.by_name
     if len(lines) > _MAX_NAMES + len(there):
         desk.ledger.fold_reward_worker(next(one for one in lines if one not in (*there, OTHERS)))
+
+
+HANDLERS: Mapping[type, Callable[[Desk, Any, Seconds], None]] = {
+    RewardWorkerJoined: joined,
+    RewardWorkerLeft: left,
+    RewardWorkerReported: reported,
+}
