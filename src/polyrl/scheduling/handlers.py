@@ -403,8 +403,7 @@ def _give_up_waiting(desk: Desk, wait: Wait, now: Seconds) -> None:  # noqa: C90
             assert_never(name)
 
 
-Handler = Callable[[Desk, Any, Seconds], None]
-HANDLERS: Mapping[type, Handler] = {
+HANDLERS: Mapping[type, Callable[[Desk, Any, Seconds], None]] = {
     e.CallMade: episodes.call_made,
     e.CallRepeated: episodes.call_repeated,
     e.DrainRequested: _drain_requested,
