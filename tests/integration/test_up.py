@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
 from tests.integration.desks import bare_desk, model
 from tests.integration.test_train import desk, start
 
@@ -46,7 +45,7 @@ def running(*settings: str) -> Iterator[None]:
         reward.write("\n\ndef fine(given):\n    return given.num_tokens % 2\n")
     process = start("train.steps=100000", "data.reward=their_reward:fine", *settings)
     try:
-        until(lambda: (RUN / "metrics.jsonl").exists())
+        until((RUN / "metrics.jsonl").exists)
         yield
     finally:
         os.kill(process.pid, signal.SIGINT)

@@ -1,8 +1,7 @@
 """The handlers of events, and the table `HANDLERS` that finds one by the type of an event.
 
-A handler changes the desk through the part that the event concerns, and says in the desk's flags what has become
-possible; scheduler.py acts on those afterwards. Every event has one handler, which a test checks. News of a worker or a
-lease that is not there any more is counted as late, and changes nothing.
+A handler changes the desk through the part that the event concerns, and says in the desk's flags what became possible;
+scheduler.py acts on it afterwards. A test checks that every event has a handler. Late news is counted, and no more.
 """
 
 from collections.abc import Callable, Mapping
