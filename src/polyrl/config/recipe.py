@@ -23,6 +23,7 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positi
 from polyrl.scheduling.core.parameters import (
     FleetRules,
     HandBackConfig,
+    ParallelismConfig,
     RoundsConfig,
     RoutingConfig,
     ScalingConfig,
@@ -526,6 +527,8 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine_python: str = ""
     """For vllm and sglang: the environment, or its Python, with the server installed; empty: PolyRL's own, or the one
     that `make engines` installs."""
+    tensor_parallel: AtLeastOne = 1
+    """For vllm and sglang: the devices that share each server's model; with `parallelism.enabled`, at first."""
     settings: dict[str, Any] = {}
     """Engine settings, as for `polyrl worker --engine-config`; keyword arguments of an engine of your own."""
     wait: bool = False
@@ -533,6 +536,11 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     price_usd_per_hour: NotNegative = 0.0
     """The price of one worker, for the ledger."""
     spot: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of these workers, all together."""
+        return self.workers * self.tensor_parallel
 
     def __post_init__(self) -> None:
         if self.engine not in ("builtin", *SERVERS) and not is_own(self.engine):
@@ -645,6 +653,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     routing: RoutingConfig = RoutingConfig()
     seeding: SeedingConfig = SeedingConfig()
     hand_back: HandBackConfig = HandBackConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
     fleet_rules: FleetRules = FleetRules()
     weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
     scaling: ScalingConfig = ScalingConfig()
@@ -670,6 +679,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_ranks()
         self._check_mooncake()
         self._check_fleet()
+        self._check_parallelism()
         self._check_price()
         self._check_rewards()
 
@@ -701,6 +711,21 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 'fleet.settings.after_install: expected "recompute" with data.environment: with "keep" a server has no '
                 "prefix cache, and computes each turn's whole conversation anew"
             )
+
+    def _check_parallelism(self) -> None:
+        fleet, planned = self.fleet, self.parallelism
+        if fleet.tensor_parallel > 1 and fleet.engine not in SERVERS:
+            raise ValueError(f'fleet.tensor_parallel: is for fleet.engine = "vllm" and "sglang", not "{fleet.engine}"')
+        if not planned.enabled:
+            return
+        if fleet.engine not in SERVERS or fleet.num_devices < 2:
+            raise ValueError(
+                f'parallelism.enabled: {fleet.workers} workers of engine "{fleet.engine}" (fleet); expected servers, '
+                "vllm or sglang, with two devices or more in all (fleet.workers times fleet.tensor_parallel)"
+            )
+        for key in ("engines", "num_devices", "start_tp", "model"):
+            if getattr(planned, key) != getattr(ParallelismConfig(), key):
+                raise ValueError(f"parallelism.{key}: follows from fleet and model; leave it out")
 
     def _check_mooncake(self) -> None:
         if self.weights.mooncake and self.manager.tls_cert:
