@@ -241,11 +241,11 @@ def _drain_requested(desk: Desk, event: e.DrainRequested, now: Seconds) -> None:
 
 def _groups_taken(desk: Desk, event: e.GroupsTaken, now: Seconds) -> None:
     if rounds.groups_taken(desk, event.step, event.groups):
-        steps.training_began(desk, event.step, now)
+        steps.training_began(desk, event.step, event.worker, now)
 
 
 def _micro_batch_trained(desk: Desk, event: e.MicroBatchTrained, now: Seconds) -> None:
-    steps.training_paused(desk, event.step, now)
+    steps.training_paused(desk, event.step, event.worker, now)
 
 
 def _group_rejected(desk: Desk, event: e.GroupRejected, now: Seconds) -> None:

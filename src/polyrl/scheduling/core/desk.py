@@ -10,7 +10,7 @@ import math
 
 from msgspec import Struct, field
 
-from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName
 from polyrl.scheduling.core.commands import Command, RoundKind
 from polyrl.scheduling.core.deadlines import Deadlines, Wait
 from polyrl.scheduling.core.fleet import FleetState
@@ -28,7 +28,7 @@ from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 from polyrl.scheduling.rules.turn_limits import TurnTimes
 
-RULES = 4
+RULES = 5
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -44,6 +44,8 @@ RULES = 4
          keeps and hardly goes on with is taken from it (balancing.py, membership.py)
     4    limits of environments' turns are learned, a host that hangs is told from an episode that does, and
          `episode_timeout_s` counts the environment's turns alone (episodes.py)
+    5    replicas train at different times: one that has nothing to train generates again while others train, or
+         while others generate and it would make their samples faster (devices.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts")
@@ -55,6 +57,9 @@ class TrainerClock(Struct):
 
     step_began_at: Seconds = 0.0
     busy_since: Seconds | None = None
+    """Since when something is trained, on any of its devices."""
+    busy: list[WorkerName] = []
+    """The local workers whose devices train a micro-batch; the empty name stands for all."""
     idle_since: Seconds | None = None
     """Since when its devices are there to train and nothing is."""
     wait_train_s: Seconds = 0.0

@@ -278,6 +278,8 @@ class GroupsTaken(EventStruct, frozen=True, tag=True):
 
     step: Step
     groups: tuple[GroupId, ...]
+    worker: WorkerName = WorkerName("")
+    """The local worker whose devices train it; empty: all that the trainer has."""
 
 
 class GroupRejected(EventStruct, frozen=True, tag=True):
@@ -291,6 +293,8 @@ class GroupRejected(EventStruct, frozen=True, tag=True):
 
 class MicroBatchTrained(EventStruct, frozen=True, tag=True):
     step: Step
+    worker: WorkerName = WorkerName("")
+    """The local worker whose devices trained it; empty: all that the trainer has."""
 
 
 class StepRestarted(EventStruct, frozen=True, tag=True):

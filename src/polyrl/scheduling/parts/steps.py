@@ -7,7 +7,7 @@ Rules kept here: the clock stands still while the trainer validates, and while i
 anything of how long a step takes. A step that is begun anew has waited and trained for nothing.
 """
 
-from polyrl.ids import Seconds, Step
+from polyrl.ids import Seconds, Step, WorkerName
 from polyrl.scheduling.core.commands import AdviseFleet, ReportStep
 from polyrl.scheduling.core.desk import Desk, TrainerClock
 from polyrl.scheduling.core.fleet import settle
@@ -42,29 +42,37 @@ def published(desk: Desk, now: Seconds) -> None:
     devices.note_waiting(desk, now)
 
 
-def training_began(desk: Desk, step: Step, now: Seconds) -> None:
-    """A micro-batch was taken."""
+def training_began(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
+    """A micro-batch was taken, for the devices of this local worker or, without a name, for all."""
     clock = desk.state.clock
-    if step not in desk.rounds or clock.busy_since is not None:
+    if step not in desk.rounds:
         return
-    devices.stop_waiting(desk, now)
-    clock.busy_since = now
+    if worker not in clock.busy:
+        clock.busy.append(worker)
+    devices.note_idle(desk, worker, None)
+    if clock.busy_since is None:
+        devices.stop_waiting(desk, now)
+        clock.busy_since = now
 
 
-def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
+def training_paused(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
     """A micro-batch is done; the next may be there or not."""
     clock = desk.state.clock
     if step not in desk.rounds or clock.busy_since is None:
         return
+    clock.busy = [one for one in clock.busy if worker not in ("", one)]
+    devices.note_idle(desk, worker, now)
+    desk.devices_due = True
+    if clock.busy:
+        return
     clock.train_s += now - clock.busy_since
     clock.busy_since = None
     devices.note_waiting(desk, now)
-    desk.devices_due = True
 
 
 def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
     """Begin the step anew: the trainer has lost its gradients, and the time they took."""
-    training_paused(desk, step, now)
+    training_paused(desk, step, WorkerName(""), now)
     rounds.give_again(desk, step)
     if step == next(iter(desk.rounds), None):
         clock = desk.state.clock
