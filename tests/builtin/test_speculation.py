@@ -124,7 +124,7 @@ def test_versions_that_change_in_mid_answer_and_aborts(qwen, tmp_path):
 
     async def script(stage: Stage) -> None:
         await stage.text(**job)
-        lease, gone = stage.begin(**job), stage.begin(**job | {"seed": 4})
+        lease, gone = stage.begin(**job), stage.begin(**{**job, "seed": 4})
         await stage.sink.some_of(lease)
         await stage.engine.abort(gone)
         num = len(stage.sink.texts.get(gone, ()))
