@@ -236,6 +236,7 @@ def queues(run: Run) -> dict[str, int]:
         "samples_asked": sum(one.num_samples for one in run.questions.values()),
         "rewards_running": scored_now,
         "rewards_waiting": len(desk.scoring.queue) + scoring - scored_now,
+        "prompts_deferred": sum(map(len, desk.state.tail.deferred)),
         "groups_delivered": sum(1 for one in desk.groups.values() if one.state == "delivered"),
         "groups_without_prompt": sum(1 for one in desk.groups if one not in run.payload.prompts),
         "rounds_requested": len(desk.state.requested),

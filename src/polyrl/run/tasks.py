@@ -394,22 +394,38 @@ def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
     return room
 
 
-def _open(
-    recipe: Recipe, domain: DomainSection, tokenizer: ModelTokenizer, room: int | None, key: str, *, one_step: bool
-) -> Domain:
+def open_rows(recipe: Recipe) -> list[Source]:
+    """Open what each domain trains on, for those who look at answers: no reward is looked for. Raises UserError."""
+    tokenizer = ModelTokenizer(recipe.model.path)
+    room = prompt_room(recipe, tokenizer.max_context)
+    named = zip(recipe.data.all_domains, _keys(recipe), strict=True)
+    return [_open_training(recipe, domain, tokenizer, room, key, one_step=False) for domain, key in named]
+
+
+def _longest_prompt(domain: DomainSection, room: int | None) -> int | None:
     limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
-    max_tokens = min(limits) if limits else None
-    rewards = recipe.rewards_of(domain)
-    seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
-    training = open_training(
+    return min(limits) if limits else None
+
+
+def _open_training(
+    recipe: Recipe, domain: DomainSection, tokenizer: ModelTokenizer, room: int | None, key: str, *, one_step: bool
+) -> Source:
+    return open_training(
         domain,
         tokenizer,
-        seed=seed,
-        max_tokens=max_tokens,
-        needs_answer=needs_answer(rewards),
+        seed=recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed,
+        max_tokens=_longest_prompt(domain, room),
+        needs_answer=needs_answer(recipe.rewards_of(domain)),
         key=key,
         enough=domain.prompts_per_step if one_step else None,
     )
+
+
+def _open(
+    recipe: Recipe, domain: DomainSection, tokenizer: ModelTokenizer, room: int | None, key: str, *, one_step: bool
+) -> Domain:
+    max_tokens, rewards = _longest_prompt(domain, room), recipe.rewards_of(domain)
+    training = _open_training(recipe, domain, tokenizer, room, key, one_step=one_step)
     wanted = recipe.validation
     validation = {
         name: open_validation(
