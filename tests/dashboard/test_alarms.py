@@ -63,7 +63,11 @@ def test_a_worker_that_writes_half_as_fast_lags_or_is_silent_is_named_and_the_tr
     raised = [*alarms.of_fleet(status, (), paces)]
     found = {one.name: one.what for one in raised}
     assert found.keys() == {"slow worker", "worker lags", "worker silent"}
-    assert "slow" in found["slow worker"] and "3 behind" in found["worker lags"] and "40 s" in found["worker silent"]
+    assert (
+        "slow" in found["slow worker"]
+        and "2 older than is allowed" in found["worker lags"]
+        and "40 s" in found["worker silent"]
+    )
     assert raised[0].of == "slow" and "5.0 times as long" in raised[0].costs and "$2.00 an hour" in raised[0].costs
     assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet, slow)), {"slow"}, paces)] == []
     assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet[:1], slow)), (), paces)] == [], "of two, which is slow?"

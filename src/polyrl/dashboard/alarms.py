@@ -140,7 +140,8 @@ def _staleness(series: Series) -> Iterator[Alarm]:
             "stale data",
             f"tokens trained on are {fmean(stale):.1f} versions old, mean of the last {len(stale)} steps",
             f"{sum(clipped):.1%} of the tokens are clipped and teach nothing; the others pull from an older policy",
-            "lower train.max_staleness, or add workers so that answers end sooner",
+            "lower train.max_staleness; where complete rounds wait for the trainer, fewer workers cost less, and where "
+            "answers take long, more of them help",
         )
 
 
@@ -174,9 +175,11 @@ def is_repeating(answer: Sequence[int]) -> bool:
     return len(pieces) < 0.2 * len(tail)
 
 
-def of_fleet(status: Status, local: Container[str], paces: Mapping[str, float]) -> Iterator[Alarm]:
+def of_fleet(
+    status: Status, local: Container[str], paces: Mapping[str, float], max_staleness: int = 1
+) -> Iterator[Alarm]:
     """Yield the alarms of workers. `local` are those on the trainer's own devices, which train in between; `paces` are
-    tokens a second and sample, over what each worker wrote lately."""
+    tokens a second and sample, over what each worker wrote lately; `max_staleness`: versions that may be behind."""
     there = [one for one in status.workers if one.state == "active" and one.name not in local and one.name in paces]
     usual = median(paces[one.name] for one in there) if len(there) >= _ENOUGH_WORKERS else 0.0
     for one in there:
@@ -189,14 +192,14 @@ def of_fleet(status: Status, local: Container[str], paces: Mapping[str, float]) 
                 f"look at its machine, or drain it: polyrl drain {one.name}",
                 one.name,
             )
-    yield from (found for one in status.workers if (found := _lag(one, status.published)) is not None)
+    yield from (found for one in status.workers if (found := _lag(one, status.published - max_staleness)) is not None)
 
 
-def _lag(worker: WorkerStatus, published: int) -> Alarm | None:
-    if worker.state == "active" and 0 <= worker.version < published - 1:
-        behind = published - worker.version
-        what = f"{worker.name} runs version {worker.version}, {behind} behind"
-        costs = f"what it writes is {behind} versions old, or waits until it has pulled{_price(worker)}"
+def _lag(worker: WorkerStatus, oldest: int) -> Alarm | None:
+    """`oldest` is the oldest version that is as new as it should be."""
+    if worker.state == "active" and 0 <= worker.version < oldest:
+        what = f"{worker.name} runs version {worker.version}, {oldest - worker.version} older than is allowed"
+        costs = f"it writes nothing for a step until it has pulled a newer one{_price(worker)}"
         return Alarm("worker lags", what, costs, "see its log and its network; drain it if it does not catch up")
     if worker.last_heard_s > _SILENT_S:
         what = f"nothing came from {worker.name} for {worker.last_heard_s:.0f} s"

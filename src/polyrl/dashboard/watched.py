@@ -130,7 +130,8 @@ class WatchedRun:
         yield from self._answers[1]
         if status is not None:
             local = {life.worker for life in self.follower.lives() if life.local}
-            yield from alarms.of_fleet(status, local, self.follower.paces())
+            allowed = self._setting("train", "max_staleness") or 1
+            yield from alarms.of_fleet(status, local, self.follower.paces(), allowed)
 
     def _of_answers(self) -> list[alarms.Alarm]:
         try:
