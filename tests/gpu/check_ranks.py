@@ -31,7 +31,7 @@ def gradients(policy: Policy, peers: Peers) -> dict[str, torch.Tensor]:
     steps = StepAccumulator(policy, optimizer, config, max_tokens=100, max_new_tokens=CAP, peers=peers)
     steps.begin(0)
     steps.add(draw_groups(0, (4, 2, 3)))
-    found = {name: one.float().cpu().clone() for name, one in sharding.gather(optimizer.gradients())}
+    found = {name: one.float().cpu().clone() for name, one in sharding.gather(optimizer.gradients().items())}
     steps.finish()
     return found
 

@@ -16,21 +16,23 @@ from safetensors.torch import save_file
 from tests.trainer.episodes import Played, draw_episode, group_of
 from tests.trainer.small import CAP, VOCAB, draw_groups, near, save_small
 
-from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
+from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig
 from polyrl.engines.builtin import models
-from polyrl.trainer import sharding
+from polyrl.trainer import lora, sharding
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Leader, Learner, follow
+from polyrl.trainer.meeting import Meeting
 from polyrl.trainer.model import Divided, Policy
 from polyrl.trainer.optimizer import Optimizer, Update
-from polyrl.trainer.ranks import ALONE, RankInfo, Ranks
+from polyrl.trainer.ranks import ALONE, RankGroup, RankInfo, Ranks
 from polyrl.trainer.state import checkpoint
 from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.step import StepAccumulator
 
 SIZES = (4, 2, 3)
 WITH_CRITIC = AlgorithmConfig(advantage="gae")
+LORA = LoraSection(rank=3, alpha=4.5)
 CASES: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum", "advantage": "rloo"},
@@ -43,6 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "mini_batches": 2, "kl": "reward", "kl_coef": 0.05},
 }
 SHAPES: dict[str, dict[str, Any]] = {
+    "lora": {"lora": LORA},
+    "lora, kl": {"lora": LORA, "settings": {"kl": "loss", "kl_coef": 0.3}, "own_reference": True},
+    "lora, bfloat16": {"lora": LORA, "dtype": "bfloat16", "gradient_checkpointing": True},
+    "lora, adapter": {"lora": replace(LORA, publish="adapter")},
     "small packs": {"max_tokens": 30},
     "one sample": {"groups": 1, "samples": 1},
     "layers again": {"gradient_checkpointing": True},
@@ -65,7 +71,7 @@ class Recording(Optimizer):
 
     def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
         if self.first is None:
-            self.first = {name: one / denominator for name, one in sharding.gather(self.gradients())}
+            self.first = {name: one / denominator for name, one in sharding.gather(self.gradients().items())}
         return super().update(step, denominator, num_steps)
 
 
@@ -75,7 +81,7 @@ def make_models(folder: Path) -> None:
         save_small(folder / f"{family}-reference", family, seed=1)
 
 
-def load(folder: Path, dtype: str, ranks: Ranks | None, **more: Any) -> Policy:
+def load(folder: Path, dtype: str, ranks: RankGroup | None, **more: Any) -> Policy:
     if ranks is None:
         return Policy.load(str(folder), dtype, **more)
     loaded = models.load(str(folder), dtype, "cpu")
@@ -84,10 +90,22 @@ def load(folder: Path, dtype: str, ranks: Ranks | None, **more: Any) -> Policy:
     return Policy(loaded, divided=divided, **more)
 
 
-def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape: dict[str, Any]) -> Learner:
+def make_crew(
+    folder: Path,
+    ranks: RankGroup | None,
+    config: AlgorithmConfig,
+    shape: dict[str, Any],
+    meeting: Meeting | None = None,
+) -> Learner:
     family, dtype = shape.get("family", "qwen3"), shape.get("dtype", "float32")
-    policy = load(folder / family, dtype, ranks, gradient_checkpointing=shape.get("gradient_checkpointing", False))
+    more = {"gradient_checkpointing": shape.get("gradient_checkpointing", False)}
+    if "lora" in shape:
+        policy = lora.load(str(folder / family), dtype, "cpu", shape["lora"], seed=7, ranks=ranks, serves=True, **more)
+    else:
+        policy = load(folder / family, dtype, ranks, **more)
     reference = None if config.kl == "none" else load(folder / f"{family}-reference", dtype, ranks)
+    if shape.get("own_reference") and isinstance(policy, lora.LoraPolicy):
+        reference = policy.reference
     settings = OptimizerConfig(lr=1e-3, grad_clip=0.5, weight_decay=0.1)
     critic = None
     if config.advantage == "gae":
@@ -102,6 +120,7 @@ def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape:
         reference=reference,
         critic=critic,
         peers=ALONE if ranks is None else ranks,
+        meeting=meeting,
     )
     return Learner(policy, optimizer, critic, steps)
 
@@ -169,6 +188,8 @@ def main(rank: int, size: int, folder: Path) -> None:
         leader = Leader(ranks, learner, lambda error: None)
         metrics = two_steps(leader, samples(folder, shape))
         state, served = dict(leader.whole_state()), dict(leader.weights())
+        if learner.policy.has_own_engine_copy:
+            served |= {f"engine/{key}": one for key, one in learner.policy.loaded.model.named_parameters()}
         leader.stop()
         assert isinstance(learner.optimizer, Recording)
         found = {f"first/{key}": one for key, one in (learner.optimizer.first or {}).items()} | state

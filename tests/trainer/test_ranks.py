@@ -25,6 +25,7 @@ from tests.trainer.ranks_at_work import (
 from tests.trainer.small import draw_groups
 
 from polyrl.trainer.batch import TrainSample, TrainSegment, decode_groups, encode_groups
+from polyrl.trainer.lora import LoraPolicy
 from polyrl.trainer.packing import make_parts, num_rows, plan_passes
 from polyrl.trainer.state import checkpoint
 
@@ -116,6 +117,25 @@ def test_what_is_served_are_the_weights_of_all_ranks(folder: Path, case: str):
     assert served.keys() == masters.keys()
     kind = torch.bfloat16 if case == "bfloat16" else torch.float32
     assert all(one.dtype == kind and torch.equal(one, masters[name].to(kind)) for name, one in served.items())
+
+
+@pytest.mark.parametrize("case", ["lora", "lora, bfloat16", "lora, adapter"])
+def test_ranks_serve_and_run_the_sums_that_one_rank_would_make_of_their_changes(folder: Path, case: str):
+    found = load_file(folder / f"{case}.safetensors")
+    served, masters = part(found, "served/"), part(found, "policy/master/")
+    engine = part(served, "engine/")
+    published = {name: one for name, one in served.items() if not name.startswith("engine/")}
+    config, shape = every_case()[case]
+    alone = make_crew(folder, None, config, shape)
+    alone.restore({f"policy/master/{name}": one for name, one in masters.items()})
+    assert isinstance(alone.policy, LoraPolicy)
+    alone.policy.merge()
+    sums = dict(alone.policy.loaded.model.named_parameters())
+    assert engine.keys() == sums.keys()
+    assert all(torch.equal(one, sums[name]) for name, one in engine.items())
+    wanted = masters if case == "lora, adapter" else sums
+    assert published.keys() == wanted.keys()
+    assert all(one.dtype == wanted[name].dtype and torch.equal(one, wanted[name]) for name, one in published.items())
 
 
 def test_a_checkpoint_of_one_rank_is_gone_on_with_by_two(folder: Path):

@@ -735,8 +735,6 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("train.local_generation: expected true, since a synchronous run generates there")
 
     def _check_ranks(self) -> None:
-        if self.train.ranks > 1 and self.lora.rank:
-            raise ValueError("train.ranks: expected 1, since LoRA is for one rank so far; its optimizer is small")
         if self.train.ranks > 1 and (self.optimizer.offload or self.optimizer.kind != "adamw"):
             raise ValueError(
                 'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank; '

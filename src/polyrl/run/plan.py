@@ -162,9 +162,11 @@ def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
     ranks = recipe.train.ranks
     part, has_masters = num // ranks, width == 2 or ranks > 1
     copy = width * num if ranks == 1 or uses_engine(recipe) else 0  # of several ranks, rank zero's for its engine
+    if recipe.lora.rank and ranks > 1:
+        copy += width * part  # the shard of the frozen base
     wanted, gae = recipe.lora, recipe.algorithm.advantage == "gae"
     changed = _changed(recipe, shape)
-    num_changes = sum(wanted.rank * (rows + columns) for rows, columns in changed)
+    num_changes = sum(wanted.rank * (rows + columns) for rows, columns in changed) // ranks
     ours = _optimizer(recipe, num_changes, half=False) if wanted.rank else _optimizer(recipe, part, half=has_masters)
     critics = _optimizer(recipe, part, half=has_masters) if gae else _Optimizer(0, 0, 0)
     offload = recipe.optimizer.offload
@@ -172,7 +174,7 @@ def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
     return MemoryPlan(
         weights=copy,
         changes=_FLOAT32_BYTES * num_changes,
-        sums=width * sum(rows * columns for rows, columns in changed),
+        sums=width * sum(rows * columns for rows, columns in changed) if ranks == 1 else 0,
         masters=0 if offload else ours.masters,
         moments=0 if offload else ours.moments,
         gradients=ours.gradients,

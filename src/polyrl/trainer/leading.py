@@ -1,4 +1,4 @@
-"""Rank zero leads: each call on it is carried out by all ranks.
+"""The first rank of a replica leads: each call on it is carried out by all ranks that share its copy of the model.
 
     leader.begin(step); leader.add(groups); leader.finish()      what the loop calls, as with one rank
     leader.weights(), leader.whole_state()                       whole tensors, one at a time
@@ -6,10 +6,11 @@
 
     follow(ranks, learner)                                          every other rank, until it is told to stop
 
-Only rank zero has a client, a manager, rewards and files. The other ranks receive one command at a time, as bytes, and
-carry out the same work in the same order. That is what makes their collectives match.
+The other ranks receive one command at a time, as bytes, and carry out the same work in the same order. That is what
+makes their collectives match. How several replicas divide a step is in replicas.py.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -24,8 +25,9 @@ from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
-from polyrl.trainer.ranks import Ranks
-from polyrl.trainer.step import Added, StepAccumulator, StepStats
+from polyrl.trainer.ranks import RankGroup
+from polyrl.trainer.step import StepAccumulator
+from polyrl.trainer.step_stats import Added, StepStats
 
 Tensor = torch.Tensor
 
@@ -67,6 +69,8 @@ class Begin(Struct, frozen=True, tag=True):
 
 class Add(Struct, frozen=True, tag=True):
     groups: bytes
+    first: int | None = None
+    """The number of the first episode within the step, if other replicas get groups too."""
 
 
 class Finish(Struct, frozen=True, tag=True):
@@ -74,7 +78,8 @@ class Finish(Struct, frozen=True, tag=True):
 
 
 class GatherWeights(Struct, frozen=True, tag=True):
-    pass
+    changes_alone: bool = False
+    """Of a model with low-rank changes, gather these, not the weights that engines run."""
 
 
 class GatherState(Struct, frozen=True, tag=True):
@@ -89,10 +94,10 @@ RankCommand = Begin | Add | Finish | GatherWeights | GatherState | StopRanks
 
 
 class Leader:
-    """Implements `Steps` for all ranks, for one thread at a time. When something fails, `lost` returns which rank is
-    gone, in one line, or None if no rank is."""
+    """Implements `Steps` for the ranks of a replica, for one thread at a time. When something fails, `lost` returns
+    which rank is gone, in one line, or None if no rank is."""
 
-    def __init__(self, ranks: Ranks, learner: Learner, lost: Callable[[RuntimeError], str | None]) -> None:
+    def __init__(self, ranks: RankGroup, learner: Learner, lost: Callable[[RuntimeError], str | None]) -> None:
         self._ranks, self._crew, self._lost = ranks, learner, lost
 
     @property
@@ -103,9 +108,9 @@ class Leader:
         with self._all(Begin(step, num_steps)):
             self._crew.steps.begin(step, num_steps)
 
-    def add(self, groups: Sequence[TrainGroup]) -> Added:
-        with self._all(Add(encode_groups(groups))):
-            return self._crew.steps.add(groups)
+    def add(self, groups: Sequence[TrainGroup], first: int | None = None) -> Added:
+        with self._all(Add(encode_groups(groups), first)):
+            return self._crew.steps.add(groups, first)
 
     def finish(self) -> StepStats:
         with self._all(Finish()):
@@ -114,11 +119,19 @@ class Leader:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights in the precision that they are served in, and copy each into the engine's own copy."""
         policy = self._crew.policy
-        served: dict[str, Tensor] = {}
-        if policy.loaded.model is not policy.model:
-            served = dict(policy.loaded.model.named_parameters())
+        served = dict(policy.loaded.model.named_parameters()) if policy.has_own_engine_copy else {}
+        if policy.adapter is None:
+            yield from self._weights_into(served)
+            return
+        if served:
+            for _ in self._weights_into(served):
+                pass
+        with self._all(GatherWeights(changes_alone=True)):
+            yield from sharding.gather(policy.published().items())
+
+    def _weights_into(self, served: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         with self._all(GatherWeights()):
-            for name, one in _weights(self._crew):
+            for name, one in sharding.gather(self._crew.policy.served_parts()):
                 if name in served:
                     with torch.no_grad():
                         served[name].copy_(one)
@@ -127,7 +140,7 @@ class Leader:
     def whole_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a checkpoint, whole. Tensors that did not have to be gathered are not copies."""
         with self._all(GatherState()):
-            yield from sharding.gather(self._crew.state())
+            yield from sharding.gather(self._crew.state().items())
 
     def stop(self) -> None:
         """Tell the other ranks to exit. Ranks that are gone already are not an error."""
@@ -149,25 +162,21 @@ class Leader:
             raise UserError(why) from error
 
 
-def follow(ranks: Ranks, learner: Learner) -> None:
-    """Carry out rank zero's commands until it says stop. Raises RuntimeError when rank zero is gone."""
+def follow(ranks: RankGroup, learner: Learner) -> None:
+    """Carry out the first rank's commands until it says stop. Raises RuntimeError when that rank is gone."""
     while True:
         match msgspec.msgpack.decode(ranks.broadcast(), type=RankCommand):
             case Begin(step, num_steps):
                 learner.steps.begin(step, num_steps)
-            case Add(groups):
-                learner.steps.add(decode_groups(groups))
+            case Add(groups, first):
+                learner.steps.add(decode_groups(groups), first)
             case Finish():
                 learner.steps.finish()
-            case GatherWeights():
-                for _ in _weights(learner):
-                    pass
+            case GatherWeights(changes_alone):
+                policy = learner.policy
+                its = policy.published().items() if changes_alone else policy.served_parts()
+                deque(sharding.gather(its), maxlen=0)
             case GatherState():
-                for _ in sharding.gather(learner.state()):
-                    pass
+                deque(sharding.gather(learner.state().items()), maxlen=0)
             case StopRanks():
                 return
-
-
-def _weights(learner: Learner) -> Iterator[tuple[str, Tensor]]:
-    return sharding.gather(learner.policy.parameters(), learner.policy.dtype)

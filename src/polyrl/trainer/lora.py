@@ -8,11 +8,14 @@ its own copy of the changed matrices, and shares everything else with the traine
 base and undoing it, is exact only with a kept copy of the base, which takes the same memory. A version holds the sums
 ("merged"), or the changes alone ("adapter").
 
+Ranks shard base and changes alike. A row of a sum needs that row of the base and of B, and all of A: so each rank adds
+up its own rows, to the same bits.
+
 Rules kept here: sums are always made by weights.adapters.merge, whose bits do not depend on the machine. Changes are
 float32, whatever the model's dtype. Dropout masks are a function of the tokens that they are drawn for, so a resumed
 run draws the same masks.
 
-Left out: the output head and embeddings, experts that are not single matrices, models sharded over ranks.
+Left out: the output head and embeddings, experts that are not single matrices.
 """
 
 import contextlib
@@ -30,8 +33,10 @@ from torch import nn
 from polyrl.config.recipe import LoraSection
 from polyrl.engines.builtin.models import Loaded
 from polyrl.errors import UserError
-from polyrl.trainer.model import Policy, Scores, load_model
+from polyrl.trainer import sharding
+from polyrl.trainer.model import Divided, Policy, Scores, load_model
 from polyrl.trainer.packing import Pack
+from polyrl.trainer.ranks import RankGroup
 from polyrl.weights import adapters
 from polyrl.weights.manifest import LORA_A, LORA_B, AdapterFacts
 
@@ -51,28 +56,55 @@ class _Changed(NamedTuple):
     b: Tensor
 
 
-def load(folder: str, dtype: str, device: str, config: LoraSection, *, seed: int, **settings: Any) -> "LoraPolicy":
-    """Load a model, and prepare LoRA on it. `settings` are those of Policy.
+def load(
+    folder: str,
+    dtype: str,
+    device: str,
+    config: LoraSection,
+    *,
+    seed: int,
+    ranks: RankGroup | None = None,
+    serves: bool = False,
+    **settings: Any,
+) -> "LoraPolicy":
+    """Load a model, and prepare LoRA on it. `ranks` share it, if given; `serves`: with a whole copy beside the shards,
+    for the engine. `settings` are those of Policy.
 
     Raises UserError, in a line that names the directory, the key or the layer.
     """
-    return LoraPolicy(load_model(folder, dtype, device), config, seed=seed, **settings)
+    loaded = load_model(folder, dtype, device if ranks is None else "cpu")
+    served = load_model(folder, dtype, str(ranks.device)) if ranks is not None and serves else None
+    return LoraPolicy(loaded, config, seed=seed, ranks=ranks, served=served, **settings)
 
 
 class LoraPolicy(Policy):
-    def __init__(self, loaded: Loaded, config: LoraSection, *, seed: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        config: LoraSection,
+        *,
+        seed: int,
+        ranks: RankGroup | None = None,
+        served: Loaded | None = None,
+        **settings: Any,
+    ) -> None:
         peft = _import_peft()
         layers = find_targets(loaded.model, config.targets)
         parameters: dict[str, Tensor] = dict(loaded.model.named_parameters())
         self.base_fingerprint = adapters.fingerprint(parameters)
         loaded.model.requires_grad_(False)
-        changed = {f"{layer}.weight" for layer in layers}
-        shared = {id(one): one for name, one in parameters.items() if name not in changed}
-        served = copy.deepcopy(loaded.model, shared)
+        if ranks is None:
+            changed = {f"{layer}.weight" for layer in layers}
+            shared = {id(one): one for name, one in parameters.items() if name not in changed}
+            served = loaded._replace(model=copy.deepcopy(loaded.model, shared))
         with _seeded(seed, next(iter(parameters.values())).device):  # for the initial changes
             self._peft = peft.get_peft_model(loaded.model, _peft_config(config, layers, loaded.name))
-        super().__init__(loaded, **settings)
-        self.loaded = loaded._replace(model=served)
+        divided = None
+        if ranks is not None:
+            dtype = next(iter(parameters.values())).dtype
+            divided = Divided(loaded.model, sharding.shard(loaded.model, ranks, dtype), dtype, ranks.size)
+        super().__init__(loaded, divided=divided, **settings)
+        self.loaded = loaded if served is None else served
         self._config = config
         self._changed = [self._find(layer) for layer in layers]
         self._dropouts = [one for name, one in self.model.named_modules() if name.endswith(f"lora_dropout.{_NAME}")]
@@ -111,20 +143,53 @@ class LoraPolicy(Policy):
 
     @property
     def reference(self) -> "Unchanged":
-        return Unchanged(self, self._peft)
+        return Unchanged(self)
+
+    @contextlib.contextmanager
+    def without_changes(self) -> Iterator[None]:
+        """Compute with the base alone. Peft's own way also switches gradients of the changes off and on, and shards
+        would remember the first of the two."""
+        changed: list[Any] = [self.model.get_submodule(one.layer) for one in self._changed]
+        for layer in changed:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in changed:
+                layer._disable_adapters = False
 
     # For engines and workers
 
     def published(self) -> dict[str, Tensor]:
-        return self.parameters() if self.adapter is not None else dict(self.loaded.model.named_parameters())
+        if self.adapter is not None:
+            return self.parameters()
+        return dict(self.loaded.model.named_parameters()) if self._divided is None else self._base()
+
+    def _base(self) -> dict[str, Tensor]:
+        """Return the frozen base's parameters, by the names that they have without changes."""
+        ours = {id(one) for one in self.parameters().values()}
+        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        return {name.replace(".base_layer.", "."): one for name, one in named.items() if id(one) not in ours}
+
+    def served_parts(self) -> Iterator[tuple[str, Tensor]]:
+        changed = {f"{one.layer}.weight": one for one in self._changed}
+        for name, base in self._base().items():
+            change = changed.get(name)
+            if change is None:
+                yield name, base.detach()
+                continue
+            rows, b = sharding.rows_of(base.detach()), sharding.rows_of(change.b.detach())
+            summed = torch.empty_like(rows)
+            adapters.merge(rows, sharding.total(change.a.detach()), b, self._config.scaling, summed)
+            yield name, sharding.part_like(summed, base)
 
     @property
     def published_dtype(self) -> str:
         """Changes are sent in float32: a worker has to merge them into the same bits as the trainer."""
         return "float32" if self.adapter is not None else super().published_dtype
 
-    def engine_writer(self) -> Callable[[], None]:
-        return self.merge
+    def engine_writer(self) -> Callable[[], None] | None:
+        return self.merge if self._divided is None else None  # ranks write it while they gather
 
     def merge(self) -> None:
         """Merge base and changes into the matrices that the engine runs."""
@@ -145,11 +210,11 @@ class LoraPolicy(Policy):
 class Unchanged:
     """The frozen base model of a LoRA policy, as a reference."""
 
-    def __init__(self, policy: LoraPolicy, wrapped: Any) -> None:
-        self._policy, self._wrapped = policy, wrapped
+    def __init__(self, policy: LoraPolicy) -> None:
+        self._policy = policy
 
     def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores:
-        with self._wrapped.disable_adapter():
+        with self._policy.without_changes():
             return self._policy.score_only(pack, temperature)
 
 

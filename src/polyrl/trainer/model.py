@@ -135,6 +135,16 @@ class Policy:
     adapter: AdapterFacts | None = None
     """Facts about the base, for versions that hold low-rank changes only."""
 
+    @property
+    def has_own_engine_copy(self) -> bool:
+        """Whether a whole model lies beside our shards, for the local engine."""
+        return self._divided is not None and self.loaded.model is not self.model
+
+    def served_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of each tensor of the whole model, as engines run it. All ranks iterate together."""
+        for name, one in self.parameters().items():
+            yield name, one.detach().to(self.dtype)
+
     def engine_writer(self) -> Callable[[], None] | None:
         """Return a function that writes the current weights into the local engine's own copy. None: the engine shares
         ours."""

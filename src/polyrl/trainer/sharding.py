@@ -2,21 +2,22 @@
 
     whole = shard(model, ranks, torch.bfloat16)      in place: its parameters are now shards
     whole(lambda: model(...))                        within this, parameters outside the layers are whole too
-    for name, tensor in gather(parameters): ...      one whole tensor at a time, at every rank
+    for name, tensor in gather(parameters.items()):  one whole tensor at a time, at every rank
 
 Trained shards are float32, and computed with in the model's own precision: they are the masters that the optimizer
-updates. Gradients of ranks are summed, not averaged. They are divided once, when all samples are known, as with one
+updates. A frozen base with low-rank changes (lora.py) stays in its own precision, and the changes, float32, compute in
+theirs. Gradients of ranks are summed, not averaged. They are divided once, when all samples are known, as with one
 rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from polyrl.trainer.ranks import Ranks
+from polyrl.trainer.ranks import RankGroup
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -33,39 +34,54 @@ class WholeEnds(torch.nn.Module):
         return work()
 
 
-def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
+def shard(model: Any, ranks: RankGroup, dtype: torch.dtype) -> WholeEnds:
     """Shard a decoder of transformers in place. It may be on the CPU: layers go to the device one by one, as shards."""
-    is_trained = any(one.requires_grad for one in model.parameters())
-    if is_trained:
-        model.float()
+    is_trained = all(one.requires_grad for one in model.parameters())
     precision = MixedPrecisionPolicy()
     if is_trained and dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     whole = WholeEnds(model)
     for module in (*model.model.layers, whole):
+        if is_trained:  # layer by layer: the whole model in float32 would take twice the host memory
+            module.float()
         _shard(module, ranks, precision)
     return whole
 
 
-def shard_head(head: torch.nn.Module, ranks: Ranks) -> None:
+def shard_head(head: torch.nn.Module, ranks: RankGroup) -> None:
     """Shard a separate module, which computes in float32."""
     _shard(head, ranks, MixedPrecisionPolicy())
 
 
-def _shard(module: Any, ranks: Ranks, precision: MixedPrecisionPolicy) -> None:
+def _shard(module: Any, ranks: RankGroup, precision: MixedPrecisionPolicy) -> None:
     # The root too is resharded after a forward pass: kept whole, it would miss the next update.
     fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
-def gather(named: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor whole, in `dtype` if that is given. All ranks must iterate to the end together."""
-    for name, one in named.items():
-        part = one.detach()
-        if dtype is not None and part.is_floating_point():
-            part = part.to(dtype)
-        yield name, part.full_tensor() if isinstance(part, DTensor) else part
+def gather(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor whole. All ranks must iterate to the end together."""
+    for name, one in named:
+        yield name, total(one.detach())
+
+
+def part_like(rows: Tensor, other: Tensor) -> Tensor:
+    """Return this rank's rows as a part of a tensor that is sharded as another one, of the same shape, is."""
+    if not isinstance(other, DTensor):
+        return rows
+    kind: dict[str, Any] = {"run_check": False, "shape": other.shape, "stride": other.stride()}
+    return DTensor.from_local(rows, other.device_mesh, other.placements, **kind)
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor; all of them, if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, not copied; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -73,7 +89,7 @@ def is_part(tensor: Tensor) -> bool:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the value of a number that may be spread over ranks."""
+    """Return the whole of a tensor that may be spread over ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -86,5 +102,4 @@ def like(value: Tensor, other: Tensor) -> Tensor:
     rows = -(-value.shape[0] // mesh.size())  # as torch.chunk splits
     first = min(mesh.get_local_rank() * rows, value.shape[0])
     part = value[first : first + rows].to(**kind, copy=True)
-    shape, stride = value.shape, value.contiguous().stride()
-    return DTensor.from_local(part, mesh, other.placements, run_check=False, shape=shape, stride=stride)
+    return part_like(part, other)
