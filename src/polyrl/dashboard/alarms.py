@@ -189,7 +189,7 @@ def of_fleet(
                 "slow worker",
                 f"{one.name} writes {pace:.1f} tokens a second and sample, others {usual:.1f}",
                 f"its samples take {usual / pace:.1f} times as long, and steps wait for them{_price(one)}",
-                f"look at its machine, or drain it: polyrl drain {one.name}",
+                f"look at its machine, or drain it, in Fleet or with polyrl drain {one.name}",
                 one.name,
             )
     yield from (found for one in status.workers if (found := _lag(one, status.published - max_staleness)) is not None)
