@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from tests.dashboard.test_alarms import STATUS
 
-from polyrl.dashboard.waiting import WORDS, Surroundings, TimePart, TimeUse, doing, slowest
+from polyrl.dashboard.waiting import WORDS, WaitingContext, TimePart, TimeUse, doing, slowest
 from polyrl.scheduling.core.desk import Desk
 
 
@@ -66,14 +66,14 @@ def part(name: str, seconds: float, of: float = 100.0, usd: float = 0.0) -> Time
 
 
 def test_a_run_that_trains_has_nothing_that_holds_it_up():
-    assert slowest([], Surroundings()) is None
-    assert slowest([part("trains", 60.0), part("writes", 40.0)], Surroundings()) is None
-    assert slowest([part("trains", 80.0), part("rewards", 20.0)], Surroundings()) is None
-    assert slowest([part("rewards", 0.3, of=0.4), part("trains", 0.1, of=0.4)], Surroundings()) is None
+    assert slowest([], WaitingContext()) is None
+    assert slowest([part("trains", 60.0), part("writes", 40.0)], WaitingContext()) is None
+    assert slowest([part("trains", 80.0), part("rewards", 20.0)], WaitingContext()) is None
+    assert slowest([part("rewards", 0.3, of=0.4), part("trains", 0.1, of=0.4)], WaitingContext()) is None
 
 
 def test_what_holds_it_up_is_said_with_why_what_it_costs_and_what_to_do():
-    around = Surroundings(STATUS, join="polyrl worker --join URL")
+    around = WaitingContext(STATUS, join="polyrl worker --join URL")
     for name in WORDS:
         found = slowest([part(name, 60.0, usd=2.0), part("trains", 40.0)], around)
         if found is None:
@@ -86,5 +86,5 @@ def test_what_holds_it_up_is_said_with_why_what_it_costs_and_what_to_do():
 
 
 def test_a_slow_worker_is_named_where_steps_wait_for_the_last_answers():
-    found = slowest([part("last answers", 90.0)], Surroundings(STATUS, slow_workers=["w3"]))
+    found = slowest([part("last answers", 90.0)], WaitingContext(STATUS, slow_workers=["w3"]))
     assert found is not None and "on w3" in found.why and found.do.endswith("polyrl drain w3")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from polyrl.dashboard.leases import LeaseBook, LeaseSpan
+from polyrl.dashboard.leases import KeptLeases, LeaseSpan
 from polyrl.dashboard.waiting import TimePart, TimeUse
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import GroupId, SampleId, Seconds, show_sample
@@ -87,7 +87,7 @@ class Follower:
         self._lines: list[StepLine] = []
         self._groups: dict[GroupId, GroupPrompt] = {}
         self._delivered: dict[GroupId, tuple[SampleId, ...]] = {}
-        self._leases = LeaseBook()
+        self._leases = KeptLeases()
         self._hosts: set[str] = set()
         self._thread = threading.Thread(target=self._follow, name="journal", daemon=True)
 

@@ -29,7 +29,7 @@ class LeaseSpan(NamedTuple):
     """finished, moved, stopped, lost; empty: it is still there."""
 
 
-class LeaseBook:
+class KeptLeases:
     """Every lease that is open, and the newest that have ended, by worker."""
 
     def __init__(self) -> None:

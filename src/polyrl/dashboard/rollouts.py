@@ -17,7 +17,7 @@ from polyrl.dashboard.following import Follower, GroupPrompt
 from polyrl.dashboard.rows import TaskRows
 from polyrl.errors import UserError
 from polyrl.journal.files import LIVE_FOLDER
-from polyrl.run.kept_samples import Kept, KeptSample, KeptSpan, Texts
+from polyrl.run.kept_samples import Kept, KeptSample, KeptSpan, Texts, of_newest_step
 from polyrl.trainer.batch import TrainSegment
 from polyrl.trainer.state import entries
 
@@ -63,9 +63,11 @@ class Rollouts:
         return [] if kept is None else kept.steps
 
     def newest(self) -> list[KeptSample]:
-        """Return the samples of the newest trained step; none before."""
-        kept = self._look()
-        return self._of_step(kept.trained_steps[-1]) if kept is not None and kept.trained_steps else []
+        """Return the samples of the newest trained step; none before, or where its file was just moved."""
+        try:
+            return of_newest_step(self._run_dir)
+        except OSError:
+            return []
 
     def listed(self, step: int | None, wanted: SampleFilter, first: int, most: int) -> dict[str, Any]:
         """Return a page of a step's samples, by default of the newest. Raises UserError without that step."""

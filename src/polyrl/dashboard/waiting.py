@@ -125,7 +125,7 @@ class TimeUse:
         return sorted(parts, key=lambda one: -one.seconds)
 
 
-class Surroundings(NamedTuple):
+class WaitingContext(NamedTuple):
     """What else is known of a run, to say why something is waited for."""
 
     status: Status | None = None
@@ -139,7 +139,7 @@ class Surroundings(NamedTuple):
     """Whether the recipe has `rounds.tail_batching` on."""
 
 
-def slowest(parts: Sequence[TimePart], around: Surroundings) -> Slowest | None:
+def slowest(parts: Sequence[TimePart], around: WaitingContext) -> Slowest | None:
     """Return what holds the run up; None: nothing is waited for much."""
     waits = [one for one in parts if one.name not in _BUSY]
     if not waits or waits[0].share < _MUCH or waits[0].a_step_s < _SHORT_S:
@@ -159,7 +159,7 @@ def _dollars(usd: float) -> str:
     return f"${usd:,.2f}" if usd >= 0.1 else f"${usd:.4f}"
 
 
-def _why(name: str, around: Surroundings) -> tuple[str, str]:
+def _why(name: str, around: WaitingContext) -> tuple[str, str]:
     """Return why it is waited for, and what helps."""
     worker = f"have more workers join: {around.join}" if around.join else "have more workers join"
     match name:
@@ -195,7 +195,7 @@ def _of_rewards(status: Status | None) -> tuple[str, str]:
     )
 
 
-def _of_last_answers(around: Surroundings) -> tuple[str, str]:
+def _of_last_answers(around: WaitingContext) -> tuple[str, str]:
     if around.slow_workers:
         names = ", ".join(around.slow_workers)
         why = f"most answers have ended, and those on {names}, slower than the other workers, keep the step waiting"

@@ -158,11 +158,11 @@ class WatchedRun:
         hosts = sum(one.price_usd_per_hour for one in status.hosts)
         return workers + hosts + (self.follower.trainer_usd_per_hour if status.trainer != "none" else 0.0)
 
-    def _surroundings(self, status: Status | None, slow_workers: list[str]) -> waiting.Surroundings:
+    def _surroundings(self, status: Status | None, slow_workers: list[str]) -> waiting.WaitingContext:
         is_async = self._setting("train", "mode") == "async"
         packs_tails = self._setting("rounds", "tail_batching") not in (None, "off")
         lines = self.follower.lines()
-        return waiting.Surroundings(status, lines, slow_workers, self._join_command(), is_async, packs_tails)
+        return waiting.WaitingContext(status, lines, slow_workers, self._join_command(), is_async, packs_tails)
 
     def _setting(self, section: str, key: str) -> Any:
         """Return what the recipe says, which is read until it is there; None: nothing."""

@@ -39,30 +39,8 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
             f"then it leaves{until}",
             "end its process if it takes too long: what it has not handed over goes on elsewhere",
         )
-    if worker.state == "pulling":
-        wait = wait_of(now, "pull", name)
-        since = "" if wait is None or wait.age_s is None else f", for {show_seconds(wait.age_s)}"
-        until = "" if wait is None else f"; given up in {left(wait)}, and tried again"
-        return Finding(
-            f"{name} pulls version {worker.pulling} from {worker.source or 'the trainer'}{since}",
-            f"then it writes{until}",
-            "if that takes long, look at the link between them; docs/concepts/weight-transfer.md says what helps",
-        )
-    if worker.state == "waiting":
-        wait = wait_of(now, "retry_pull", name)
-        if wait is not None:
-            return Finding(
-                f"{name} could not pull version {now.published}",
-                f"it tries again in {left(wait)}",
-                "see its log, and whether it can reach the ports of weights (weights.interfaces, weights.port)",
-            )
-        if now.published < 0:  # so do all
-            return None
-        return Finding(
-            f"{name} waits for weights",
-            "it pulls as soon as somebody has room to send",
-            "workers that others can reach pass weights on: see --relay-on of polyrl worker",
-        )
+    if worker.state in ("pulling", "waiting"):
+        return _of_weights(now, worker)
     wait = wait_of(now, "switch", name)
     if wait is not None:
         return Finding(f"{name}'s devices change hands ({worker.duty})", f"in {left(wait)} at the latest")
@@ -78,6 +56,34 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
         f"{name} has {holds} and wrote nothing while it was looked at",
         f"{look}what has no new token from one look to the next goes on elsewhere",
         do,
+    )
+
+
+def _of_weights(now: Status, worker: WorkerStatus) -> Finding | None:
+    """Return the finding for a worker that has not the version it needs."""
+    name = worker.name
+    if worker.state == "pulling":
+        wait = wait_of(now, "pull", name)
+        since = "" if wait is None or wait.age_s is None else f", for {show_seconds(wait.age_s)}"
+        until = "" if wait is None else f"; given up in {left(wait)}, and tried again"
+        return Finding(
+            f"{name} pulls version {worker.pulling} from {worker.source or 'the trainer'}{since}",
+            f"then it writes{until}",
+            "if that takes long, look at the link between them; docs/concepts/weight-transfer.md says what helps",
+        )
+    wait = wait_of(now, "retry_pull", name)
+    if wait is not None:
+        return Finding(
+            f"{name} could not pull version {now.published}",
+            f"it tries again in {left(wait)}",
+            "see its log, and whether it can reach the ports of weights (weights.interfaces, weights.port)",
+        )
+    if now.published < 0:  # so do all
+        return None
+    return Finding(
+        f"{name} waits for weights",
+        "it pulls as soon as somebody has room to send",
+        "workers that others can reach pass weights on: see --relay-on of polyrl worker",
     )
 
 
