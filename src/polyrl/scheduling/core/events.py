@@ -216,6 +216,13 @@ class CallMade(EventStruct, frozen=True, tag=True):
     """The call ends at this many tokens of the episode."""
 
 
+class CallRepeated(EventStruct, frozen=True, tag=True):
+    """An environment that was begun again asked what it had asked before; the driver held the answer, and gave it."""
+
+    sample: SampleId
+    attempt: int
+
+
 class EpisodeEnded(EventStruct, frozen=True, tag=True):
     """An environment is done with an episode: it has a reward, or failed."""
 
@@ -379,6 +386,7 @@ Event = (
     | VersionReplaced
     | RoundRequested
     | CallMade
+    | CallRepeated
     | EpisodeEnded
     | HostJoined
     | HostLeft

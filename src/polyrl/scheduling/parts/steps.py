@@ -17,6 +17,7 @@ from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import devices, membership, reshaping, rounds
 from polyrl.scheduling.rules import adaptive, scaling, seeding
 from polyrl.scheduling.rules.seeding import StepTimes
+from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
 
 _ADAPT_EVERY = 8
 """Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
@@ -139,6 +140,10 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):
         _adapt(desk)
     desk.lengths.age(_FORGET_PER_STEP)
+    for turns in state.turns.values():
+        turns.times.age(_FORGET_PER_STEP)
+    if desk.times_episodes:
+        state.durations.age(_FORGET_PER_STEP)
     if desk.config.parallelism.enabled:
         reshaping.step_trained(desk, round_, now)
         state.lengths_by_kind[round_.kind].age(_FORGET_PER_STEP)
@@ -155,9 +160,11 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
 def _adapt(desk: Desk) -> None:
     tail, config = desk.state.tail, desk.config
     num_prompts = sum(domain.prompts_per_step for domain in config.domains)
-    outlook = adaptive.choose_factors(
-        config.rounds, desk.lengths, tail.correlation.value(), config.max_new_tokens, num_prompts
-    )
+    if desk.times_episodes:
+        lengths, most = desk.state.durations, round(config.environments.episode_timeout_s * TICKS_PER_S)
+    else:
+        lengths, most = desk.lengths, config.max_new_tokens
+    outlook = adaptive.choose_factors(config.rounds, lengths, tail.correlation.value(), most, num_prompts)
     if outlook is not None:
         tail.factors.prompts, tail.factors.samples = outlook.prompts, outlook.samples
 
