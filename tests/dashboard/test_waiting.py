@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from tests.dashboard.test_alarms import STATUS
 
-from polyrl.dashboard.waiting import WORDS, WaitingContext, TimePart, TimeUse, doing, slowest
+from polyrl.dashboard.waiting import WORDS, TimePart, TimeUse, WaitingContext, doing, slowest
 from polyrl.scheduling.core.desk import Desk
 
 
