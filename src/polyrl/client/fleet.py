@@ -31,7 +31,7 @@ from polyrl.wire import columns, frames
 from polyrl.wire.columns import PIECE_BYTES
 from polyrl.wire.control import AnswerRules, RunReply, RunRequest, Status
 from polyrl.wire.dial import Dialer
-from polyrl.wire.frames import Origin, Sampling, Segment
+from polyrl.wire.frames import EnvironmentReward, Origin, Sampling, Segment
 
 log = logging.getLogger("polyrl.client")
 
@@ -84,6 +84,8 @@ class Sample(NamedTuple):
     """The calls of an episode, in order. Empty: the sample is one answer to its group's prompt."""
     limit_s: float = 0.0
     """For its reward, where limits are learned: the CPU time that a program in the answer may take. Otherwise 0."""
+    own: EnvironmentReward | None = None
+    """The reward that an episode's environment gave it; None for a single answer."""
 
     @property
     def name(self) -> str:
@@ -285,11 +287,12 @@ class Fleet:
             if not await self._refuse(group):
                 yield group
 
-    async def take(self, *groups: Group) -> None:
-        """These groups are trained with their step: acknowledge them. A micro-batch of them begins."""
+    async def take(self, *groups: Group, worker: str = "") -> None:
+        """These groups are trained with their step: acknowledge them. A micro-batch of them begins, on the devices of
+        this local worker; empty: on all that the trainer has."""
         for step in dict.fromkeys(group.step for group in groups):
             ids = tuple(group.id for group in groups if group.step == step)
-            await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids))
+            await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids, worker))
 
     async def reject(self, group: Group, reason: str, *, workers: Sequence[str] = ()) -> None:
         """This group is not to be trained; a fresh prompt takes its place, and the round goes on.
@@ -300,8 +303,9 @@ class Fleet:
         named = tuple(workers)[: frames.MAX_REPLACED]
         await self._state(lambda seq: frames.Rejected(seq, group.id, reason, named))
 
-    async def micro_batch_done(self, step: int) -> None:
-        await self._state(lambda seq: frames.MicroBatchDone(seq, step))
+    async def micro_batch_done(self, step: int, *, worker: str = "") -> None:
+        """The micro-batch that this local worker's devices had is trained."""
+        await self._state(lambda seq: frames.MicroBatchDone(seq, step, worker))
 
     async def restart_step(self, step: int) -> None:
         """Begin an open step anew: what a process before this one took, and lost, is handed out again."""
@@ -637,7 +641,8 @@ def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
     calls = _calls(text.calls, tokens)
-    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
+    read = Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
+    return read._replace(own=text.own)
 
 
 def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[EpisodeCall, ...]:

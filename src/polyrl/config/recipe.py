@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
-from polyrl.config.rewards import REWARD_NAMES, RewardsSection, WeightedReward
+from polyrl.config.rewards import ENVIRONMENT, REWARD_NAMES, RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -91,7 +91,10 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A micro-batch starts when this many samples, or `micro_batch_tokens` tokens, or the whole round are complete;
     none: 16 samples on a CPU; on a GPU only tokens count."""
     ranks: AtLeastOne = 1
-    """The number of processes on this machine that share the model, each with one GPU."""
+    """The number of processes on this machine that train the model together, each with one GPU."""
+    replicas: AtLeastOne = 1
+    """How many copies of the model the ranks hold: each copy is shared by `ranks` / `replicas` of them. A replica
+    generates and trains on its own; gradients meet once a step."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads for a model that is trained on the CPU; none: one for each core that the process may use, less those
     of `fleet.workers` and one for everything else; a single thread below ten million parameters."""
@@ -364,7 +367,8 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Keyword arguments of a source of your own."""
     reward: str | tuple[str, ...] | None = None
     """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`; or several, whose
-    scores are added up. None: all of rewards.functions; where there are none, the source's own, if it has one."""
+    scores are added up. None: all of rewards.functions; where there are none, the source's own, if it has one. With an
+    environment: its own reward is called environment, and counts beside all of rewards.functions, or if it is named."""
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
@@ -424,8 +428,6 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return
         if self.source == ARITHMETIC:
             raise ValueError('source: "arithmetic" has prompts of its own; an environment wants rows, or none')
-        if self.reward is not None:
-            raise ValueError("reward: the environment gives the reward; leave it out")
         places = self.validation.values() if isinstance(self.validation, dict) else (self.validation,)
         if self.source and HELD_OUT in places:
             raise ValueError(f'validation: "{HELD_OUT}" is for tasks that an environment brings; expected rows')
@@ -737,12 +739,15 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("train.local_generation: expected true, since a synchronous run generates there")
 
     def _check_ranks(self) -> None:
-        if self.train.ranks > 1 and (self.optimizer.offload or self.optimizer.kind != "adamw"):
+        ranks, replicas = self.train.ranks, self.train.replicas
+        if ranks % replicas:
+            raise ValueError(f"train.replicas: {replicas}, and train.ranks is {ranks}; expected a divisor of that")
+        if ranks > replicas and (self.optimizer.offload or self.optimizer.kind != "adamw"):
             raise ValueError(
-                'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank; '
-                "ranks divide the optimizer's state already"
+                'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank, or '
+                "as many as train.replicas; ranks divide the optimizer's state already"
             )
-        if self.train.ranks > 1 and self.weights.encode_on == "device":
+        if ranks > replicas and self.weights.encode_on == "device":
             raise ValueError('weights.encode_on: expected "host", since train.ranks divide the weights')
 
     def _check_validation(self) -> None:
@@ -767,7 +772,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return bool(self.validation_names and (self.validation.at_start or self.validation.every_steps))
 
     def _check_rewards(self) -> None:
-        unused = [one.title for one in self.rewards.functions]
+        has_episodes = any(domain.environment for domain in self.data.all_domains)
+        unused = [one.title for one in self.rewards.functions if not has_episodes or one.function != ENVIRONMENT]
         for index, domain in enumerate(self.data.all_domains):
             key = f"data.domains.{index}.reward" if self.data.domains else "data.reward"
             try:
@@ -819,9 +825,9 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def rewards_of(self, domain: DomainSection) -> tuple[WeightedReward, ...]:
-        """The functions that score a domain's answers; none where an environment does."""
+        """The functions that score a domain's answers or episodes; none where an environment's own reward is all."""
         if domain.environment:
-            return ()
+            return self.rewards.of_episodes(domain.reward, has_rows=bool(domain.source))
         return self.rewards.chosen(domain.reward, ARITHMETIC if domain.source == ARITHMETIC else None)
 
     def environment_of(self, domain: DomainSection) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Container, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption, check_reachable
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.settings import caveat_of, manager_options, sampling_of, scheduler_config, weight_settings
-from polyrl.run.task_contract import Tasks
+from polyrl.run.task_contract import Answered, Tasks
 from polyrl.weights.server import WeightServer
 from polyrl.weights.tensors import pin_buffer
 from polyrl.wire.control import AnswerRules, DrainRequest, Status
@@ -79,13 +79,13 @@ async def connected(
         return Prompt(tasks.tokens(domain, prompt).tolist(), sampling, tasks.row(domain, prompt))
 
     async def reward_of(sample: Sample) -> RewardResult:
-        origin, answer = sample.origin, sample.tokens.tolist()
-        found = await tasks.score(origin.domain, origin.prompt, answer, sample.finish, sample.limit_s)
+        origin = sample.origin
+        found = await tasks.score(origin.domain, origin.prompt, _answered(sample), sample.limit_s)
         cpu_s = UNKNOWN_CPU_S if found.cpu_s is None else found.cpu_s  # nothing to learn from, and not free either
         return RewardResult(found.score, bool(found.correct), cpu_s, found.parts, found.outcome)
 
     async def group_reward_of(group: Group) -> list[RewardResult | None]:
-        answers = [(one.tokens.tolist(), one.finish) for one in group.samples]
+        answers = [_answered(one) for one in group.samples]
         found = await tasks.score_group(group.origin.domain, group.origin.prompt, answers)
         return [None if one is None else RewardResult(one.score, parts=one.parts) for one in found]
 
@@ -109,6 +109,10 @@ async def connected(
         yield fleet
 
 
+def _answered(sample: Sample) -> Answered:
+    return Answered(sample.tokens.tolist(), sample.finish, sample.calls, sample.own)
+
+
 @contextmanager
 def weight_server(recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: str) -> Iterator[WeightServer]:
     """Serve weights for as long as this lasts, with the key that the manager gave the run."""
@@ -122,29 +126,30 @@ def weight_server(recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: 
 
 
 @asynccontextmanager
-async def dismissed_at_the_end(fleet: Fleet, dialer: Dialer) -> AsyncIterator[None]:
+async def dismissed_at_the_end(recipe: Recipe, fleet: Fleet, dialer: Dialer) -> AsyncIterator[None]:
     """Tell all workers, hosts and reward workers when the run is over: one that is not told dials for ten minutes. A
     run that was interrupted is not over."""
+    own = local_worker.names(recipe)
     try:
         yield
     except PolyrlError:  # it will not go on by itself
-        await _dismiss(fleet, dialer)
+        await _dismiss(fleet, dialer, own)
         raise
-    await _dismiss(fleet, dialer)
+    await _dismiss(fleet, dialer, own)
 
 
-async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
+async def _dismiss(fleet: Fleet, dialer: Dialer, own: Container[str]) -> None:
     with contextlib.suppress(TimeoutError, Unreachable, UserError):
         async with asyncio.timeout(_DISMISS_S), dialer:
-            for kind, name in _others(await fleet.status()):
+            for kind, name in _others(await fleet.status(), own):
                 await _drain(dialer, kind, name)
-            while _others(await fleet.status()):
+            while _others(await fleet.status(), own):
                 await asyncio.sleep(0.1)
 
 
-def _others(status: Status) -> list[tuple[str, str]]:
-    """Return the kinds and names of all that joined, but for the trainer's own worker."""
-    workers = [("workers", one.name) for one in status.workers if one.name != local_worker.NAME]
+def _others(status: Status, own: Container[str]) -> list[tuple[str, str]]:
+    """Return the kinds and names of all that joined, but for the trainer's own workers."""
+    workers = [("workers", one.name) for one in status.workers if one.name not in own]
     hosts = [("hosts", one.name) for one in status.hosts]
     return [*workers, *hosts, *(("reward-workers", one.name) for one in status.reward_workers)]
 

@@ -31,10 +31,12 @@ from polyrl.config.plugins import look_in
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError, one_line
 from polyrl.run import processes
+from polyrl.run.event_loop import run_loop
 
 if TYPE_CHECKING:
     from polyrl.trainer.leading import Leader, Learner
     from polyrl.trainer.ranks import RankInfo, Ranks
+    from polyrl.trainer.replicas import FarReplica
 
 log = logging.getLogger("polyrl.train")
 
@@ -96,17 +98,35 @@ class OtherRanks:
         self.ranks = ranks
         self._run_dir, self._started = run_dir, started
         self._leader: Leader | None = None
+        self._is_led = False
+        self._far: list[FarReplica] = []
 
     def check(self) -> None:
         """Raises UserError when a rank has ended: nobody watches them before the run begins."""
         if (why := _ended(self._run_dir, self._started)) is not None:
             raise UserError(why)
 
-    def lead(self, learner: "Learner") -> "Leader":
+    def lead(self, learner: "Learner") -> "Leader | None":
+        """Lead the ranks that share rank zero's copy of the model; None if it has one to itself."""
         from polyrl.trainer.leading import Leader
 
-        self._leader = Leader(self.ranks, learner, lambda error: _lost(error, self._run_dir, self._started))
+        self._is_led = True
+        if self.ranks.replica.size > 1:
+            self._leader = Leader(self.ranks.replica, learner, self._lost)
         return self._leader
+
+    def far_replicas(self) -> "list[FarReplica]":
+        """The other replicas, each as its first rank."""
+        from polyrl.run import local_worker
+        from polyrl.trainer.replicas import FarReplica
+
+        if not self._far:
+            lines = self.ranks.lines
+            self._far = [FarReplica(lines[at], local_worker.name_of(at), self._lost) for at in sorted(lines)]
+        return self._far
+
+    def _lost(self, error: RuntimeError) -> str | None:
+        return _lost(error, self._run_dir, self._started)
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when a rank has ended."""
@@ -117,11 +137,13 @@ class OtherRanks:
 
     def close(self) -> None:
         """Tell the others to stop; end those that do not hear it."""
+        until = time.monotonic() + _GRACE_S
+        for one in self._far:
+            one.stop(max(0.0, until - time.monotonic()))
         if self._leader is not None:
             self._leader.stop()
-        until = time.monotonic() + _GRACE_S
         for process in self._started:
-            if self._leader is None:
+            if not self._is_led:
                 process.kill()
             try:
                 process.wait(max(0.0, until - time.monotonic()))
@@ -154,7 +176,7 @@ def assembled(
                 started += (_start(run_dir, info._replace(rank=rank)) for rank in range(1, info.size))
             ranks = _meet(info, run_dir, started)
             ranks.broadcast(msgspec.msgpack.encode(RankSetup(recipe, str(run_dir), checkpoint and str(checkpoint))))
-            ranks.use(device)
+            ranks.use(device, recipe.train.replicas)
             other_ranks = OtherRanks(ranks, run_dir, started)
             yield other_ranks
         except RuntimeError as error:
@@ -230,7 +252,7 @@ def _start(run_dir: Path, info: "RankInfo") -> "subprocess.Popen[bytes]":
 def follow(info: "RankInfo") -> int:
     """Run a rank other than zero. It logs its errors; rank zero reports them to the user."""
     from polyrl.engines.builtin.config import choose_device
-    from polyrl.run import models
+    from polyrl.run import models, replica
     from polyrl.trainer import leading
     from polyrl.trainer.ranks import Ranks
     from polyrl.trainer.state import checkpoint
@@ -244,13 +266,16 @@ def follow(info: "RankInfo") -> int:
     look_in(recipe.modules)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, info.rank))
     try:
-        ranks.use(choose_device(recipe.model.device))
+        ranks.use(choose_device(recipe.model.device), recipe.train.replicas)
         learner = models.load_learner(recipe, ranks)
         tensors = {} if setup.checkpoint is None else checkpoint.load(Path(setup.checkpoint))[1]
         if tensors:
             learner.restore(tensors)
         log.info("rank %d of %d is ready, on %s", info.rank, info.size, ranks.device)
-        leading.follow(ranks, learner)
+        if ranks.replica_number > 0 and ranks.replica.rank == 0:
+            run_loop(replica.ReplicaProcess(recipe, ranks, learner).run())
+        else:
+            leading.follow(ranks.replica, learner)
     except UserError as error:
         log.error("%s", error)
         return 1

@@ -26,6 +26,7 @@ from polyrl.scheduling.parts import (
     leases,
     membership,
     notices,
+    reward_workers,
     rounds,
     scoring,
     steps,
@@ -241,11 +242,11 @@ def _drain_requested(desk: Desk, event: e.DrainRequested, now: Seconds) -> None:
 
 def _groups_taken(desk: Desk, event: e.GroupsTaken, now: Seconds) -> None:
     if rounds.groups_taken(desk, event.step, event.groups):
-        steps.training_began(desk, event.step, now)
+        steps.training_began(desk, event.step, event.worker, now)
 
 
 def _micro_batch_trained(desk: Desk, event: e.MicroBatchTrained, now: Seconds) -> None:
-    steps.training_paused(desk, event.step, now)
+    steps.training_paused(desk, event.step, event.worker, now)
 
 
 def _group_rejected(desk: Desk, event: e.GroupRejected, now: Seconds) -> None:
@@ -402,8 +403,7 @@ def _give_up_waiting(desk: Desk, wait: Wait, now: Seconds) -> None:  # noqa: C90
             assert_never(name)
 
 
-Handler = Callable[[Desk, Any, Seconds], None]
-HANDLERS: Mapping[type, Handler] = {
+HANDLERS: Mapping[type, Callable[[Desk, Any, Seconds], None]] = {
     e.CallMade: episodes.call_made,
     e.CallRepeated: episodes.call_repeated,
     e.DrainRequested: _drain_requested,
@@ -425,6 +425,7 @@ HANDLERS: Mapping[type, Handler] = {
     e.PlacingPaused: _placing_paused,
     e.PlacingResumed: _placing_resumed,
     e.RewardFinished: _reward_finished,
+    **reward_workers.HANDLERS,
     e.RoundRequested: _round_requested,
     e.RulesChanged: _rules_changed,
     e.SampleFinished: _sample_finished,

@@ -329,6 +329,8 @@ class Took(Frame, frozen=True, tag="took"):
     seq: Natural
     step: Natural
     groups: tuple[Natural, ...]
+    worker: PeerText = ""
+    """The local worker whose devices train them; empty: all of the trainer's."""
 
 
 class Rejected(Frame, frozen=True, tag="rejected"):
@@ -346,6 +348,8 @@ class Rejected(Frame, frozen=True, tag="rejected"):
 class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
     seq: Natural
     step: Natural
+    worker: PeerText = ""
+    """The local worker whose devices had it; empty: all of the trainer's."""
 
 
 class RestartStep(Frame, frozen=True, tag="restart_step"):
@@ -447,6 +451,13 @@ class CallPayload(Struct, frozen=True, array_like=True, gc=False):
     finish: str
 
 
+class EnvironmentReward(Struct, frozen=True, array_like=True, gc=False):
+    """The reward that an episode's environment gave it, whatever the trainer's functions make of it."""
+
+    value: float
+    parts: dict[str, float] = {}
+
+
 class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     """An answer, or an episode, with all that is known of it."""
 
@@ -461,6 +472,8 @@ class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     """Cells, segments and finish are left out: the trainer has them from ScoreThese on the same connection."""
     calls: tuple[CallPayload, ...] = ()
     """An episode's; empty for a single answer."""
+    own: EnvironmentReward | None = None
+    """An episode's; None for a single answer. `reward` and `parts` are the same until the trainer has scored it."""
 
 
 class Origin(Struct, frozen=True, array_like=True, gc=False):

@@ -10,13 +10,14 @@ import math
 
 from msgspec import Struct, field
 
-from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName
 from polyrl.scheduling.core.commands import Command, RoundKind
 from polyrl.scheduling.core.deadlines import Deadlines, Wait
 from polyrl.scheduling.core.fleet import FleetState
 from polyrl.scheduling.core.hosts import HostsState
 from polyrl.scheduling.core.ledger import Ledger, StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.core.reward_workers import RewardWorkersState
 from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Playtime, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules import seeding, tail_batching
 from polyrl.scheduling.rules.lengths import LengthModel
@@ -28,7 +29,7 @@ from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 from polyrl.scheduling.rules.turn_limits import TurnTimes
 
-RULES = 4
+RULES = 5
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -44,9 +45,11 @@ RULES = 4
          keeps and hardly goes on with is taken from it (balancing.py, membership.py)
     4    limits of environments' turns are learned, a host that hangs is told from an episode that does, and
          `episode_timeout_s` counts the environment's turns alone (episodes.py)
+    5    replicas train at different times: one that has nothing to train generates again while others train, or
+         while others generate and it would make their samples faster (devices.py)
 """
 
-ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts")
+ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
 """Fields of the state that the desk has too, as the same objects: code asks the desk. Seats are those of the fleet."""
 
 
@@ -55,6 +58,9 @@ class TrainerClock(Struct):
 
     step_began_at: Seconds = 0.0
     busy_since: Seconds | None = None
+    """Since when something is trained, on any of its devices."""
+    busy: list[WorkerName] = []
+    """The local workers whose devices train a micro-batch; the empty name stands for all."""
     idle_since: Seconds | None = None
     """Since when its devices are there to train and nothing is."""
     wait_train_s: Seconds = 0.0
@@ -94,6 +100,7 @@ class State(Struct):
     scaling: ScalingState = field(default_factory=ScalingState)
     fleet: FleetState = field(default_factory=FleetState)
     hosts: HostsState = field(default_factory=HostsState)
+    reward_workers: RewardWorkersState = field(default_factory=RewardWorkersState)
     playtimes: dict[SampleId, Playtime] = {}
     """Of episodes that were begun and have not ended."""
     turns: dict[int, TurnTimes] = {}
@@ -165,6 +172,7 @@ class Desk:
         self.asked, self.seats, self.ledger = state.asked, state.fleet.seats, state.ledger
         self.scoring, self.budgets, self.lengths = state.scoring, state.budgets, state.lengths
         self.hosts = state.hosts
+        self.reward_workers = state.reward_workers
         self.num_domains = len(config.domains)
         self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
         self.times_episodes = config.rounds.adaptive and all(

@@ -7,14 +7,14 @@ Rules kept here: the clock stands still while the trainer validates, and while i
 anything of how long a step takes. A step that is begun anew has waited and trained for nothing.
 """
 
-from polyrl.ids import Seconds, Step
+from polyrl.ids import Seconds, Step, WorkerName
 from polyrl.scheduling.core.commands import AdviseFleet, ReportStep
 from polyrl.scheduling.core.desk import Desk, TrainerClock
 from polyrl.scheduling.core.fleet import settle
 from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.samples import Round
-from polyrl.scheduling.parts import devices, membership, reshaping, rounds
+from polyrl.scheduling.parts import devices, membership, reshaping, reward_workers, rounds
 from polyrl.scheduling.rules import adaptive, scaling, seeding
 from polyrl.scheduling.rules.seeding import StepTimes
 from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
@@ -42,29 +42,37 @@ def published(desk: Desk, now: Seconds) -> None:
     devices.note_waiting(desk, now)
 
 
-def training_began(desk: Desk, step: Step, now: Seconds) -> None:
-    """A micro-batch was taken."""
+def training_began(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
+    """A micro-batch was taken, for the devices of this local worker or, without a name, for all."""
     clock = desk.state.clock
-    if step not in desk.rounds or clock.busy_since is not None:
+    if step not in desk.rounds:
         return
-    devices.stop_waiting(desk, now)
-    clock.busy_since = now
+    if worker not in clock.busy:
+        clock.busy.append(worker)
+    devices.note_idle(desk, worker, None)
+    if clock.busy_since is None:
+        devices.stop_waiting(desk, now)
+        clock.busy_since = now
 
 
-def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
+def training_paused(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
     """A micro-batch is done; the next may be there or not."""
     clock = desk.state.clock
     if step not in desk.rounds or clock.busy_since is None:
         return
+    clock.busy = [one for one in clock.busy if worker not in ("", one)]
+    devices.note_idle(desk, worker, now)
+    desk.devices_due = True
+    if clock.busy:
+        return
     clock.train_s += now - clock.busy_since
     clock.busy_since = None
     devices.note_waiting(desk, now)
-    desk.devices_due = True
 
 
 def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
     """Begin the step anew: the trainer has lost its gradients, and the time they took."""
-    training_paused(desk, step, now)
+    training_paused(desk, step, WorkerName(""), now)
     rounds.give_again(desk, step)
     if step == next(iter(desk.rounds), None):
         clock = desk.state.clock
@@ -125,6 +133,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         settle(worker, desk.ledger, now)
     for host in desk.hosts.seats.values():
         settle_host(host, desk.ledger, now)
+    reward_workers.settle_all(desk, now)
     kept_before = desk.ledger.tokens_kept
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
     times = _measure(desk, now)
