@@ -61,7 +61,7 @@ class TaskRows:
     def _read(self) -> None:
         try:
             from polyrl.run.checkpoints import read_recipe
-            from polyrl.run.tasks import open_rows
+            from polyrl.run.training_rows import open_rows
 
             self._sources = open_rows(read_recipe(self._run_dir, [])[0])
         except Exception as error:  # noqa: BLE001  files that are gone, and a person's own code: others are shown

@@ -26,7 +26,8 @@ from polyrl.run.encryption import encryption
 from polyrl.run.models import check_device, check_tokenizers, gpu_bytes, others, uses_engine
 from polyrl.run.plugins import check_plugins
 from polyrl.run.settings import caveat_of
-from polyrl.run.tasks import DomainOfStep, look_at_a_step, prompt_room, too_few
+from polyrl.run.tasks import DomainOfStep, look_at_a_step, too_few
+from polyrl.run.training_rows import prompt_room
 from polyrl.run.workers import check_settings
 from polyrl.weights import folder as folders
 from polyrl.weights.manifest import is_table
