@@ -627,6 +627,8 @@ class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Trackers of your own."""
     samples_gb: NotNegative = 1.0
     """Disk space for the samples of older steps, for `polyrl samples`; the oldest are deleted first. 0: keep none."""
+    samples_every_steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 10
+    """TensorBoard and W&B get a table of a step's answers every so many steps; 0: never."""
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -260,6 +260,7 @@ def queues(run: Run) -> dict[str, int]:
         "samples_asked": sum(one.num_samples for one in run.questions.values()),
         "rewards_running": scored_now,
         "rewards_waiting": len(desk.scoring.queue) + scoring - scored_now,
+        "prompts_deferred": sum(map(len, desk.state.tail.deferred)),
         "groups_delivered": sum(1 for one in desk.groups.values() if one.state == "delivered"),
         "groups_without_prompt": sum(1 for one in desk.groups if one not in run.payload.prompts),
         "rounds_requested": len(desk.state.requested),
@@ -381,15 +382,55 @@ class _Metrics(Collector):
         yield _by("polyrl_caveat", "What no number here is to be read without.", "caveat", caveats)
         yield _by("polyrl_queue", "Lengths of queues.", "queue", now.queues)
         yield _by("polyrl_workers", "Workers by state.", "state", Counter(worker.state for worker in now.workers))
-        speeds = {worker.name: worker.tokens_per_s for worker in now.workers}
-        yield _by("polyrl_worker_tokens_per_second", "As each worker says.", "worker", speeds)
+        yield from _of_workers(now)
         yield from _drafts(now.workers)
+        yield _by("polyrl_hosts", "Hosts by state.", "state", Counter(_state(one) for one in now.hosts))
+        yield _by("polyrl_host_playing", "Episodes of each host.", "host", {one.name: one.playing for one in now.hosts})
+        yield from _of_rounds(now)
         states = Counter(one.state for one in now.reward_workers)
         yield _by("polyrl_reward_workers", "Reward workers by state.", "state", states)
         yield _by("polyrl_refused", "What was refused.", "reason", now.refused)
         for key in ("tokens_arrived", "tokens_kept", "samples_started", "samples_trained", "prompts_trained", "usd"):
             if key in now.ledger:
                 yield GaugeMetricFamily(f"polyrl_ledger_{key}", "From the ledger.", now.ledger[key])
+        discarded = now.ledger.get("tokens_discarded", {})
+        yield _by("polyrl_ledger_tokens_discarded", "Tokens thrown away, by cause.", "cause", discarded)
+
+
+def _of_workers(now: Status) -> Iterator[Metric]:
+    figures = {
+        "tokens_per_second": "As each worker says.",
+        "running": "Samples of each worker.",
+        "kv_used": "Share of its KV cache.",
+        "version": "The version that it runs; -1 is none.",
+        "price_usd_per_hour": "As it said when it joined.",
+        "silent_seconds": "Since anything came from it.",
+    }
+    fields = {"tokens_per_second": "tokens_per_s", "silent_seconds": "last_heard_s"}
+    for figure, text in figures.items():
+        values = {worker.name: getattr(worker, fields.get(figure, figure)) for worker in now.workers}
+        yield _by(f"polyrl_worker_{figure}", text, "worker", values)
+
+
+def _of_rounds(now: Status) -> Iterator[Metric]:
+    """Yield what the trainer does, the oldest open round, and the oldest wait of each kind."""
+    does = {now.trainer_does or now.trainer: 1}
+    yield _by("polyrl_trainer", "1 for what it does: waits, trains, validates, attached, away, none.", "does", does)
+    if now.rounds:
+        first = now.rounds[0]
+        yield GaugeMetricFamily("polyrl_round_step", "Step of the oldest open round.", first.step)
+        yield GaugeMetricFamily("polyrl_round_age_seconds", "Since it was opened.", first.age_s)
+        groups = {"wanted": first.groups, "generated": first.groups_generated, "delivered": first.groups_delivered}
+        yield _by("polyrl_round_groups", "Its groups.", "state", groups)
+        yield GaugeMetricFamily("polyrl_round_longest_tokens", "Of its running samples.", first.longest_tokens)
+    ages: dict[str, float] = {}
+    for wait in now.waits:
+        ages[wait.what] = max(ages.get(wait.what, 0.0), wait.age_s or 0.0)
+    yield _by("polyrl_wait_seconds", "The oldest wait of each kind.", "what", ages)
+
+
+def _state(host: HostStatus) -> str:
+    return "draining" if host.draining else "connected" if host.connected else "away"
 
 
 def _drafts(workers: Sequence[WorkerStatus]) -> Iterator[Metric]:
