@@ -91,7 +91,9 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A micro-batch starts when this many samples, or `micro_batch_tokens` tokens, or the whole round are complete;
     none: 16 samples on a CPU; on a GPU only tokens count."""
     ranks: AtLeastOne = 1
-    """The number of processes on this machine that share the model, each with one GPU."""
+    """The number of processes, on one machine or several, that share the model, each with one GPU."""
+    restarts: Annotated[int, Meta(ge=0, le=1000)] = 3
+    """How often in a row, without a new step, the run goes on by itself after it has lost a rank."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads for a model that is trained on the CPU; none: one for each core that the process may use, less those
     of `fleet.workers` and one for everything else; a single thread below ten million parameters."""
