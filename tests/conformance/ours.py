@@ -17,7 +17,8 @@ from polyrl.trainer.model import Scores
 from polyrl.trainer.optimizer import Update
 from polyrl.trainer.packing import Pack
 from polyrl.trainer.reports import make_report
-from polyrl.trainer.step import StepAccumulator, StepStats
+from polyrl.trainer.step import StepAccumulator
+from polyrl.trainer.step_stats import StepStats
 
 Tokens = tuple[int, ...]
 

@@ -26,7 +26,7 @@ from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.saving import Rules, Saver
-from polyrl.trainer.step import Added, StepStats
+from polyrl.trainer.step_stats import Added, StepStats
 from polyrl.weights.server import Offer
 from polyrl.wire import frames
 
@@ -43,7 +43,7 @@ class CountingSteps:
     def begin(self, step: int, num_steps: int | None = None) -> None:
         self._step = step
 
-    def add(self, groups: Sequence[TrainGroup]) -> Added:
+    def add(self, groups: Sequence[TrainGroup], first: int | None = None) -> Added:
         self.groups += groups
         return Added(len(groups))
 

@@ -23,9 +23,10 @@ from polyrl.trainer import lora, sharding
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Leader, Learner, RankShards, follow
+from polyrl.trainer.meeting import Meeting
 from polyrl.trainer.model import Divided, Policy
 from polyrl.trainer.optimizer import Optimizer, Update
-from polyrl.trainer.ranks import ALONE, RankInfo, Ranks
+from polyrl.trainer.ranks import ALONE, RankGroup, RankInfo, Ranks
 from polyrl.trainer.state import checkpoint, restoring, sharded
 from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.state.sharded import Shard, ShardWriter
@@ -82,7 +83,7 @@ def make_models(folder: Path) -> None:
         save_small(folder / f"{family}-reference", family, seed=1)
 
 
-def load(folder: Path, dtype: str, ranks: Ranks | None, **more: Any) -> Policy:
+def load(folder: Path, dtype: str, ranks: RankGroup | None, **more: Any) -> Policy:
     if ranks is None:
         return Policy.load(str(folder), dtype, **more)
     loaded = models.load(str(folder), dtype, "cpu")
@@ -91,7 +92,13 @@ def load(folder: Path, dtype: str, ranks: Ranks | None, **more: Any) -> Policy:
     return Policy(loaded, divided=divided, **more)
 
 
-def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape: dict[str, Any]) -> Learner:
+def make_crew(
+    folder: Path,
+    ranks: RankGroup | None,
+    config: AlgorithmConfig,
+    shape: dict[str, Any],
+    meeting: Meeting | None = None,
+) -> Learner:
     family, dtype = shape.get("family", "qwen3"), shape.get("dtype", "float32")
     more = {"gradient_checkpointing": shape.get("gradient_checkpointing", False)}
     if "lora" in shape:
@@ -115,6 +122,7 @@ def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape:
         reference=reference,
         critic=critic,
         peers=ALONE if ranks is None else ranks,
+        meeting=meeting,
     )
     return Learner(policy, optimizer, critic, steps)
 

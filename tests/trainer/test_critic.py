@@ -22,7 +22,8 @@ from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.model import Policy
 from polyrl.trainer.objectives import gae
 from polyrl.trainer.packing import make_packs
-from polyrl.trainer.step import StepAccumulator, StepStats
+from polyrl.trainer.step import StepAccumulator
+from polyrl.trainer.step_stats import StepStats
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

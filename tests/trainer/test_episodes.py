@@ -22,7 +22,8 @@ from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.objectives.registry import BY_CRITIC
-from polyrl.trainer.step import StepAccumulator, StepStats
+from polyrl.trainer.step import StepAccumulator
+from polyrl.trainer.step_stats import StepStats
 from polyrl.wire.frames import Segment
 
 SIZES = ((1, 3, 4), (2, 2), (5, 1, 2))

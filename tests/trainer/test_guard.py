@@ -13,7 +13,8 @@ from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.model import Policy
-from polyrl.trainer.step import StepAccumulator, StepStats
+from polyrl.trainer.step import StepAccumulator
+from polyrl.trainer.step_stats import StepStats
 
 
 def sample(num_tokens: int, *turns: TrainSegment) -> TrainSample:

@@ -34,7 +34,7 @@ from polyrl.trainer.model import Policy
 from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import TrainerState
-from polyrl.trainer.step import Added, StepStats
+from polyrl.trainer.step_stats import Added, StepStats
 from polyrl.wire.control import RunReply
 
 

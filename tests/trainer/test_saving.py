@@ -17,7 +17,7 @@ from polyrl.telemetry.metrics import MetricsFile
 from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.saving import Rules, Saver, Snapshot
-from polyrl.trainer.step import Added, StepStats
+from polyrl.trainer.step_stats import Added, StepStats
 
 GROUPS = [draw_groups(1)]
 METRIC = "validation/pass@1"
@@ -43,7 +43,7 @@ class Model:
     def begin(self, step: int, num_steps: int | None = None) -> None:
         self._step = step
 
-    def add(self, groups: Any) -> Added:
+    def add(self, groups: Any, first: int | None = None) -> Added:
         return Added(len(groups))
 
     def finish(self) -> StepStats:

@@ -10,7 +10,7 @@ from polyrl.client import Group
 from polyrl.trainer.batch import TrainSegment, check_samples
 from polyrl.trainer.reports import make_report
 from polyrl.trainer.sequences import TrainingSequence, make_sequences, train_samples
-from polyrl.trainer.step import StepStats
+from polyrl.trainer.step_stats import StepStats
 from polyrl.wire.frames import Segment
 
 P, A, B, C = [1, 2, 3], [10, 11], [20], [30, 31, 32]

@@ -15,7 +15,7 @@ from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry.metric_names import describe
 from polyrl.telemetry.metrics import MetricsFile, read_metrics, read_steps
 from polyrl.trainer.reports import StepReport
-from polyrl.trainer.step import Added, StepStats
+from polyrl.trainer.step_stats import Added, StepStats
 from polyrl.wire.dial import Dialer
 
 URL = "http://127.0.0.1:9"

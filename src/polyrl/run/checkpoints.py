@@ -38,7 +38,7 @@ from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.redo import Entry
 from polyrl.trainer.state.saving import Rules, Saver, Shards
-from polyrl.trainer.step import Steps
+from polyrl.trainer.step_stats import Steps
 from polyrl.wire.control import RunReply
 
 _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"

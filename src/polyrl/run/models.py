@@ -13,9 +13,10 @@ from polyrl.errors import ConfigError
 from polyrl.trainer import sharding
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Learner
+from polyrl.trainer.meeting import Meeting
 from polyrl.trainer.model import Divided, Policy, Scorer, load_model
 from polyrl.trainer.optimizer import Optimizer
-from polyrl.trainer.ranks import ALONE, Ranks
+from polyrl.trainer.ranks import ALONE, RankGroup, Ranks
 from polyrl.trainer.step import StepAccumulator
 
 
@@ -33,23 +34,24 @@ def load_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
         temperature=recipe.rollout.temperature,
         reference=reference,
         critic=critic,
-        peers=ALONE if ranks is None else ranks,
+        peers=ALONE if ranks is None else ranks.replica,
+        meeting=None if ranks is None or ranks.num_replicas == 1 else Meeting(ranks),
     )
     return Learner(policy, optimizer, critic, steps)
 
 
 def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | None]:
     """Load the policy, and the reference if the recipe needs one. Raises UserError."""
-    device = choose_device(recipe.model.device)
+    device = _device(recipe, ranks)
     if recipe.train.threads is not None:
         torch.set_num_threads(recipe.train.threads)
     model, wanted = recipe.model, recipe.algorithm
     unchanged: Scorer | None = None
-    serves = uses_engine(recipe) and ranks is not None and ranks.rank == 0
+    serves = uses_engine(recipe) and ranks is not None and ranks.replica.rank == 0
     if recipe.lora.rank:
         from polyrl.trainer import lora
 
-        given = {"seed": recipe.train.seed, "ranks": ranks, "serves": serves, **_settings(recipe)}
+        given = {"seed": recipe.train.seed, "ranks": _sharing(ranks), "serves": serves, **_settings(recipe)}
         policy = lora.load(model.path, model.dtype, device, recipe.lora, **given)
         unchanged = policy.reference
     else:
@@ -68,7 +70,7 @@ def load_critic(recipe: Recipe, ranks: Ranks | None = None) -> Critic | None:
     wanted = recipe.algorithm.critic
     trunk = _load(recipe, wanted.path or recipe.model.path, ranks, has_head=False)
     optimizer = replace(recipe.optimizer, lr=wanted.lr, grad_clip=wanted.grad_clip)
-    return Critic(trunk, optimizer, recipe.train.steps, ranks)
+    return Critic(trunk, optimizer, recipe.train.steps, _sharing(ranks))
 
 
 def others(recipe: Recipe) -> dict[str, str]:
@@ -116,18 +118,27 @@ def _load(
     serves: bool = False,
 ) -> Policy:
     """`serves`: of a model that ranks share, there is a whole copy beside it for the engine."""
-    device = choose_device(recipe.model.device)
     settings = _settings(recipe) if is_trained else {}
-    if ranks is None:
-        policy = Policy.load(path, recipe.model.dtype, device, **settings)
+    sharing = _sharing(ranks)
+    if sharing is None:
+        policy = Policy.load(path, recipe.model.dtype, _device(recipe, ranks), **settings)
         return policy if is_trained else policy.freeze()
     loaded = load_model(path, recipe.model.dtype, "cpu")
     model, dtype = loaded.model.requires_grad_(is_trained), models.DTYPES[recipe.model.dtype]
     if not has_head:
         model.set_output_embeddings(torch.nn.Identity())
-    divided = Divided(model, sharding.shard(model, ranks, dtype), dtype, ranks.size)
-    served = load_model(path, recipe.model.dtype, str(ranks.device)) if serves else loaded
+    divided = Divided(model, sharding.shard(model, sharing, dtype), dtype, sharing.size)
+    served = load_model(path, recipe.model.dtype, str(sharing.device)) if serves else loaded
     return Policy(served, divided=divided, **settings)
+
+
+def _sharing(ranks: Ranks | None) -> RankGroup | None:
+    """Return the ranks that share this rank's copy of the model; None if it has one to itself."""
+    return None if ranks is None or ranks.replica.size == 1 else ranks.replica
+
+
+def _device(recipe: Recipe, ranks: Ranks | None) -> str:
+    return choose_device(recipe.model.device) if ranks is None else str(ranks.device)
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

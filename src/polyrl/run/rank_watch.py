@@ -192,7 +192,8 @@ def break_connections(address: str) -> None:
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             with socket.socket(fileno=os.dup(int(entry.name))) as one:
-                if one.type == socket.SOCK_STREAM and _plain(one.getpeername()[0]) == address:
+                internet = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+                if internet and _plain(one.getpeername()[0]) == address:
                     one.shutdown(socket.SHUT_RDWR)
 
 

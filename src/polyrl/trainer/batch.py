@@ -180,17 +180,26 @@ _KIND_BYTES = 3
 
 
 def encode_groups(groups: Sequence[TrainGroup]) -> bytes:
-    return msgspec.msgpack.encode([[tuple(sample) for sample in group] for group in groups], enc_hook=_array_to_bytes)
+    return encode_arrays([[tuple(sample) for sample in group] for group in groups])
 
 
 def decode_groups(data: bytes) -> list[list[TrainSample]]:
-    groups = msgspec.msgpack.decode(data, ext_hook=_array_from_bytes)
-    return [[_sample(*sample) for sample in group] for group in groups]
+    return [[make_sample(*sample) for sample in group] for group in decode_arrays(data)]
 
 
-def _sample(*fields: Any) -> TrainSample:
+def make_sample(*fields: Any) -> TrainSample:
+    """Return a sample from its decoded fields."""
     sample = TrainSample(*fields)
     return sample._replace(written_by=tuple(TrainSegment(*one) for one in sample.written_by))
+
+
+def encode_arrays(value: Any) -> bytes:
+    """Encode plain values and flat arrays."""
+    return msgspec.msgpack.encode(value, enc_hook=_array_to_bytes)
+
+
+def decode_arrays(data: bytes) -> Any:
+    return msgspec.msgpack.decode(data, ext_hook=_array_from_bytes)
 
 
 def _array_to_bytes(value: Any) -> msgspec.msgpack.Ext:

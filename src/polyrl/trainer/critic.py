@@ -21,7 +21,7 @@ from polyrl.trainer import sharding
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.packing import Pack
-from polyrl.trainer.ranks import Ranks
+from polyrl.trainer.ranks import RankGroup
 
 Tensor = torch.Tensor
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -38,7 +38,7 @@ class ValueLosses(NamedTuple):
 class Critic:
     """A value model. It takes over `trunk`, removes its vocabulary head, and shares no parameter with the policy."""
 
-    def __init__(self, trunk: Policy, config: OptimizerConfig, num_steps: int, ranks: Ranks | None = None) -> None:
+    def __init__(self, trunk: Policy, config: OptimizerConfig, num_steps: int, ranks: RankGroup | None = None) -> None:
         """`ranks` are those that share the trunk, if it is sharded."""
         self._trunk = trunk
         width = trunk.model.config.get_text_config().hidden_size

@@ -1,4 +1,4 @@
-"""Rank zero leads: each call on it is carried out by all ranks.
+"""The first rank of a replica leads: each call on it is carried out by all ranks that share its copy of the model.
 
     leader.begin(step); leader.add(groups); leader.finish()      what the loop calls, as with one rank
     leader.weights(), leader.whole_state()                       whole tensors, one at a time
@@ -6,8 +6,8 @@
 
     follow(ranks, learner)                                          every other rank, until it is told to stop
 
-Only rank zero has a client, a manager, rewards and files. The other ranks receive one command at a time, as bytes, and
-carry out the same work in the same order. That is what makes their collectives match.
+The other ranks receive one command at a time, as bytes, and carry out the same work in the same order. That is what
+makes their collectives match. How several replicas divide a step is in replicas.py.
 """
 
 import threading
@@ -27,11 +27,12 @@ from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
-from polyrl.trainer.ranks import Ranks
+from polyrl.trainer.ranks import RankGroup
 from polyrl.trainer.state import sharded
 from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.state.sharded import Shard, ShardWriter
-from polyrl.trainer.step import Added, StepAccumulator, StepStats
+from polyrl.trainer.step import StepAccumulator
+from polyrl.trainer.step_stats import Added, StepStats
 
 Tensor = torch.Tensor
 
@@ -75,6 +76,8 @@ class Begin(Struct, frozen=True, tag=True):
 
 class Add(Struct, frozen=True, tag=True):
     groups: bytes
+    first: int | None = None
+    """The number of the first episode within the step, if other replicas get groups too."""
 
 
 class Finish(Struct, frozen=True, tag=True):
@@ -102,10 +105,10 @@ RankCommand = Begin | Add | Finish | GatherWeights | GatherState | WriteState | 
 
 
 class Leader:
-    """Implements `Steps` for all ranks, for one thread at a time. When something fails, `lost` returns which rank is
-    gone, or None if no rank is."""
+    """Implements `Steps` for the ranks of a replica, for one thread at a time. When something fails, `lost` returns
+    which rank is gone, or None if no rank is."""
 
-    def __init__(self, ranks: Ranks, learner: Learner, lost: Callable[[RuntimeError], RankLost | None]) -> None:
+    def __init__(self, ranks: RankGroup, learner: Learner, lost: Callable[[RuntimeError], RankLost | None]) -> None:
         self._ranks, self._crew, self._lost = ranks, learner, lost
 
     @property
@@ -116,9 +119,9 @@ class Leader:
         with self._all(Begin(step, num_steps)):
             self._crew.steps.begin(step, num_steps)
 
-    def add(self, groups: Sequence[TrainGroup]) -> Added:
-        with self._all(Add(encode_groups(groups))):
-            return self._crew.steps.add(groups)
+    def add(self, groups: Sequence[TrainGroup], first: int | None = None) -> Added:
+        with self._all(Add(encode_groups(groups), first)):
+            return self._crew.steps.add(groups, first)
 
     def finish(self) -> StepStats:
         with self._all(Finish()):
@@ -192,14 +195,14 @@ class RankShards:
         self._writer.close()
 
 
-def follow(ranks: Ranks, learner: Learner, writer: ShardWriter | None = None) -> None:
-    """Carry out rank zero's commands until it says stop. Raises RuntimeError when rank zero is gone."""
+def follow(ranks: RankGroup, learner: Learner, writer: ShardWriter | None = None) -> None:
+    """Carry out the first rank's commands until it says stop. Raises RuntimeError when that rank is gone."""
     while True:
         match msgspec.msgpack.decode(ranks.broadcast(), type=RankCommand):
             case Begin(step, num_steps):
                 learner.steps.begin(step, num_steps)
-            case Add(groups):
-                learner.steps.add(decode_groups(groups))
+            case Add(groups, first):
+                learner.steps.add(decode_groups(groups), first)
             case Finish():
                 learner.steps.finish()
             case GatherWeights(changes_alone):

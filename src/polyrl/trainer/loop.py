@@ -31,7 +31,7 @@ from polyrl.trainer.batch import TrainSample, first_sequences, is_zero_variance,
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.reports import RejectedGroups, StepReport, make_report
 from polyrl.trainer.sequences import train_samples
-from polyrl.trainer.step import Steps, StepStats
+from polyrl.trainer.step_stats import Steps, StepStats
 from polyrl.weights.server import Offer
 
 log = logging.getLogger("polyrl.trainer")

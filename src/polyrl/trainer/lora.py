@@ -36,7 +36,7 @@ from polyrl.errors import UserError
 from polyrl.trainer import sharding
 from polyrl.trainer.model import Divided, Policy, Scores, load_model
 from polyrl.trainer.packing import Pack
-from polyrl.trainer.ranks import Ranks
+from polyrl.trainer.ranks import RankGroup
 from polyrl.weights import adapters
 from polyrl.weights.manifest import LORA_A, LORA_B, AdapterFacts
 
@@ -63,7 +63,7 @@ def load(
     config: LoraSection,
     *,
     seed: int,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     serves: bool = False,
     **settings: Any,
 ) -> "LoraPolicy":
@@ -84,7 +84,7 @@ class LoraPolicy(Policy):
         config: LoraSection,
         *,
         seed: int,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         served: Loaded | None = None,
         **settings: Any,
     ) -> None:

@@ -10,7 +10,7 @@ two steps no gradient holds memory. Weight decay applies to matrices, not to nor
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,12 @@ class Optimizer:
     def gradients(self) -> dict[str, Tensor]:
         """Return the float32 sums so far. Parameters without a gradient are missing."""
         return {name: one.grad for name, one in self._sums.items() if one.grad is not None}
+
+    def fill_in(self, names: Iterable[str]) -> None:
+        """Give these parameters a gradient of zero if they have none."""
+        for name in names:
+            if self._sums[name].grad is None:
+                self._sums[name].grad = torch.zeros_like(self._parameters[name], dtype=torch.float32)
 
     def discard(self) -> None:
         for one in self._sums.values():

@@ -4,7 +4,13 @@ batch.
     ranks = Ranks.join(RankInfo(rank, size))     every process says which rank it is; returns when all are there
     ranks.broadcast(data)                    rank zero's bytes, at every rank
     ranks.exchange(data)                     every rank's bytes, at every rank
-    ranks.use("cuda")                        where the model is to be; one GPU per rank
+    ranks.use("cuda", num_replicas=2)        where the model is to be; one GPU per rank
+    ranks.replica                            the ranks that share one copy of the model, as a group of their own
+    ranks.add_up(gradients)                  sums over replicas, in place
+
+Ranks are divided into replicas of equal size. The ranks of a replica shard one copy of the model, and make every pass
+together; replicas meet only in `add_up` and `exchange`. Commands go from rank zero to the first rank of each other
+replica, and its answers come back, on two `RankLine`s, so that each replica can be told something else at another time.
 
 Rules kept here: ranks exchange bytes in tensors, which are never unpickled. These go over gloo on the CPU, practically
 without a timeout: between two steps the other ranks wait for rank zero, which waits for answers. A rank that is gone
@@ -18,6 +24,7 @@ Left out: the commands (leading.py), sharding a model (sharding.py), and startin
 
 import os
 import socket
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -83,12 +90,71 @@ class Alone:
 ALONE = Alone()
 
 
-class Ranks:
-    def __init__(self, info: RankInfo, talk: dist.ProcessGroup) -> None:
-        self.rank, self.size, self.info = info.rank, info.size, info
+class RankGroup:
+    """Ranks that exchange bytes. `rank` is this process's place among `members`, which are ranks of all."""
+
+    def __init__(self, members: Sequence[int], rank: int, talk: dist.ProcessGroup) -> None:
+        self.rank, self.size = rank, len(members)
         self.device = torch.device("cpu")
-        self._talk = talk
+        self._first, self._talk = members[0], talk
         self._mesh: DeviceMesh | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The devices that share one copy of the model, which this rank's is one of."""
+        if self._mesh is None:
+            raise RuntimeError("the ranks were not told which devices to use")
+        return self._mesh
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """Return the first rank's bytes. The `data` of other ranks is ignored."""
+        return _broadcast(data, self._first, self._talk, speaks=self.rank == 0)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._talk)
+        longest = max(int(one) for one in lengths)
+        told = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(told, _tensor(data.ljust(longest, b"\0")), group=self._talk)
+        return [one.numpy().tobytes()[: int(length)] for one, length in zip(told, lengths, strict=True)]
+
+
+class RankLine:
+    """Messages from one rank to another, in order. Each end belongs to one thread."""
+
+    def __init__(self, sender: int, group: dist.ProcessGroup) -> None:
+        self._sender, self._group = sender, group
+
+    def send(self, data: bytes) -> None:
+        """Send a message. Returns when the other rank has it."""
+        _broadcast(data, self._sender, self._group, speaks=True)
+
+    def receive(self) -> bytes:
+        """Wait for the next message. Raises RuntimeError when the other rank is gone."""
+        return _broadcast(b"", self._sender, self._group, speaks=False)
+
+
+class RankLines(NamedTuple):
+    """The two ways between rank zero and the first rank of another replica."""
+
+    down: RankLine
+    """From rank zero."""
+    up: RankLine
+
+
+class Ranks(RankGroup):
+    """All ranks, and this rank's place among them."""
+
+    def __init__(self, info: RankInfo, talk: dist.ProcessGroup) -> None:
+        super().__init__(range(info.size), info.rank, talk)
+        self.info = info
+        self.num_replicas, self.replica_number = 1, 0
+        self.replica: RankGroup = self
+        """The ranks that share this rank's copy of the model."""
+        self.lines: dict[int, RankLines] = {}
+        """By the number of the replica: all of them at rank zero, its own at the first rank of another replica."""
+        self._across: dist.ProcessGroup | None = None
+        """The ranks that hold the same shard, one of each replica."""
 
     @classmethod
     def join(cls, info: RankInfo) -> "Ranks":
@@ -105,35 +171,42 @@ class Ranks:
         assert isinstance(talk, dist.ProcessGroup)
         return cls(info, talk)
 
-    def use(self, device: str) -> None:
-        """Choose the device type, cpu or cuda. Raises UserError if there are fewer GPUs than ranks."""
+    def use(self, device: str, num_replicas: int = 1) -> None:
+        """Choose the device type, cpu or cuda, and divide the ranks. Raises UserError if GPUs are too few."""
         if device == "cuda":
             check_gpus(self.size if self.info.local_size is None else self.info.local_size)
             self.device = torch.device(device, self.rank if self.info.local_rank is None else self.info.local_rank)
             torch.cuda.set_device(self.device)
-        self._mesh = init_device_mesh(device, (self.size,))
+        per = self.size // num_replicas
+        mesh = init_device_mesh(device, (num_replicas, per), mesh_dim_names=("replica", "shard"))
+        self._mesh = mesh["shard"]
+        if num_replicas > 1:
+            self._across = mesh.get_group("replica")
+            self._divide(num_replicas, per)
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        if self._mesh is None:
-            raise RuntimeError("the ranks were not told which devices to use")
-        return self._mesh
+    def _divide(self, num_replicas: int, per: int) -> None:
+        """Make the groups. All ranks make all of them, in the same order: torch demands it."""
+        self.num_replicas, (self.replica_number, place) = num_replicas, divmod(self.rank, per)
+        for number in range(num_replicas):
+            members = list(range(number * per, (number + 1) * per))
+            talk = _new_group(members)
+            if number == self.replica_number:
+                assert isinstance(talk, dist.ProcessGroup)
+                self.replica = RankGroup(members, place, talk)
+                self.replica.device, self.replica._mesh = self.device, self._mesh
+        for number in range(1, num_replicas):
+            first = number * per
+            down, up = _new_group([0, first]), _new_group([0, first])
+            if self.rank in (0, first):
+                assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
+                self.lines[number] = RankLines(RankLine(0, down), RankLine(first, up))
 
-    def broadcast(self, data: bytes = b"") -> bytes:
-        """Return rank zero's bytes. The `data` of other ranks is ignored."""
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, 0, group=self._talk)
-        told = _tensor(data) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(told, 0, group=self._talk)
-        return data if self.rank == 0 else told.numpy().tobytes()
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._talk)
-        longest = max(int(one) for one in lengths)
-        told = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(told, _tensor(data.ljust(longest, b"\0")), group=self._talk)
-        return [one.numpy().tobytes()[: int(length)] for one, length in zip(told, lengths, strict=True)]
+    def add_up(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Sum tensors over replicas, in place: each rank with those that hold the same shard. All call it with tensors
+        of the same shapes, in the same order."""
+        for work in [dist.all_reduce(one, group=self._across, async_op=True) for one in tensors if one.numel()]:
+            assert work is not None
+            work.wait()
 
     def break_off(self) -> None:
         """Make ranks that wait for another rank fail; called from another thread. Over gloo they fail by themselves."""
@@ -182,6 +255,19 @@ def check_gpus(num_ranks: int) -> None:
         raise UserError(
             f"train.ranks: {num_ranks} ranks on this node and {num} GPUs; expected a GPU for each rank, or model.device=cpu"
         )
+
+
+def _new_group(members: list[int]) -> object:
+    """Make a group for messages, which may be waited for without limit. A rank outside gets something else."""
+    return dist.new_group(members, backend="gloo", timeout=_PATIENCE)
+
+
+def _broadcast(data: bytes, sender: int, group: dist.ProcessGroup, *, speaks: bool) -> bytes:
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, sender, group=group)
+    told = _tensor(data) if speaks else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(told, sender, group=group)
+    return data if speaks else told.numpy().tobytes()
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -13,7 +13,7 @@ import msgspec
 
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.trainer.batch import TrainGroup, TrainSample, first_sequences, number_episodes
-from polyrl.trainer.step import StepStats
+from polyrl.trainer.step_stats import StepStats
 
 RejectedGroups = dict[int, list[float]]
 """The rewards of groups rejected because all their rewards are equal, by group id."""

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from polyrl.trainer.ranks import Ranks
+from polyrl.trainer.ranks import RankGroup
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class WholeEnds(torch.nn.Module):
         return work()
 
 
-def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
+def shard(model: Any, ranks: RankGroup, dtype: torch.dtype) -> WholeEnds:
     """Shard a decoder of transformers in place. It may be on the CPU: layers go to the device one by one, as shards."""
     is_trained = all(one.requires_grad for one in model.parameters())
     precision = MixedPrecisionPolicy()
@@ -73,12 +73,12 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
     return whole
 
 
-def shard_head(head: torch.nn.Module, ranks: Ranks) -> None:
+def shard_head(head: torch.nn.Module, ranks: RankGroup) -> None:
     """Shard a separate module, which computes in float32."""
     _shard(head, ranks, MixedPrecisionPolicy())
 
 
-def _shard(module: Any, ranks: Ranks, precision: MixedPrecisionPolicy) -> None:
+def _shard(module: Any, ranks: RankGroup, precision: MixedPrecisionPolicy) -> None:
     # The root too is resharded after a forward pass: kept whole, it would miss the next update.
     fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True)
     module.set_gradient_divide_factor(1.0)
@@ -109,6 +109,11 @@ def first_row(tensor: Tensor) -> int:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """Return this rank's rows of a tensor; all of them, if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, not copied; all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -12,7 +12,9 @@ all samples of a step, it scores the groups and holds them back, and `finish` tr
 the last group is there. A group's mini-batch depends on the step and the group's id alone.
 
 Old log-probabilities are those of the step's starting weights: free with one update, scored by `add` with several.
-Calls block: use a thread. Ranks make the same calls with the same groups, and each trains its share of the packs.
+Calls block: use a thread. The ranks of a replica make the same calls with the same groups, and each trains its share of
+the packs. Replicas are given different groups, and meet in `finish` (meeting.py); groups that were held back they train
+together.
 
 Left out: which groups there are (filters run earlier), rewards and advantages (ready.py).
 """
@@ -22,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ from polyrl.trainer import mismatch
 from polyrl.trainer.batch import TrainGroup, TrainSample, check_samples, first_sequences, without
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.guard import MismatchGuard
+from polyrl.trainer.meeting import Meeting, StepCounts
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
 from polyrl.trainer.objectives import aggregation, corrections, kl
 from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
@@ -41,50 +44,12 @@ from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, RankWork, make_parts, num_rows, plan_passes
 from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.ready import Preparation, Ready
+from polyrl.trainer.step_stats import Added, StepStats
 from polyrl.trainer.tally import Tally
 
 log = logging.getLogger("polyrl.trainer")
 
 Tensor = torch.Tensor
-
-
-class Added(NamedTuple):
-    """The counts of one call of `add`. Groups that are held back are trained by `finish`."""
-
-    num_groups: int = 0
-    num_samples: int = 0
-    """Episodes count once, however many training sequences they have."""
-    num_masked: int = 0
-    """Samples that count in their group's advantages but are not trained on."""
-    num_packs: int = 0
-    num_tokens: int = 0
-    """Tokens that went through the model, prompts included."""
-    num_trained_tokens: int = 0
-    """Drawn tokens in the loss."""
-
-    def plus(self, other: "Added") -> "Added":
-        return Added(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-class StepStats(NamedTuple):
-    step: int
-    added: Added
-    metrics: dict[str, float]
-    too_far: tuple[tuple[str, float], ...] = ()
-    """Workers whose samples were left out for their log-probabilities (guard.py), each with its distance in nats."""
-
-
-class Steps(Protocol):
-    """The interface of a step, trained by one process or by all ranks."""
-
-    @property
-    def device_type(self) -> str: ...
-
-    def begin(self, step: int, num_steps: int | None = None) -> None: ...
-
-    def add(self, groups: Sequence[TrainGroup]) -> Added: ...
-
-    def finish(self) -> StepStats: ...
 
 
 class StepAccumulator:
@@ -103,7 +68,9 @@ class StepAccumulator:
         reference: Scorer | None = None,
         critic: Critic | None = None,
         peers: Peers = ALONE,
+        meeting: Meeting | None = None,
     ) -> None:
+        """`peers` are the ranks of this replica; `meeting` is with the other replicas, if there are any."""
         if (config.advantage == BY_CRITIC) != (critic is not None):
             raise ValueError(f'a critic is for advantage = "{BY_CRITIC}", which needs one; got "{config.advantage}"')
         if config.kl != "none" and reference is None:
@@ -111,7 +78,8 @@ class StepAccumulator:
         self._policy, self._optimizer, self._config = policy, optimizer, config
         self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
         self._temperature, self._reference, self._critic = temperature, reference, critic
-        self._peers = peers
+        self._peers, self._meeting = peers, meeting
+        self._everyone: Peers = peers if meeting is None else meeting.ranks
         self._loss = find_loss(config.loss, config.loss_args)
         self._preparation = Preparation(
             policy,
@@ -141,15 +109,17 @@ class StepAccumulator:
         self._step, self._num_steps = step, num_steps
         self._guard = MismatchGuard(self._config.max_mismatch, step)
 
-    def add(self, groups: Sequence[TrainGroup]) -> Added:
-        """Take in whole groups. Raises UserError, and aborts the step, when memory runs out."""
+    def add(self, groups: Sequence[TrainGroup], first: int | None = None) -> Added:
+        """Take in whole groups. `first` is the number of their first episode, if other replicas get groups too. Raises
+        UserError, and aborts the step, when memory runs out."""
         if self._step is None:
             raise RuntimeError("no step was begun")
         groups = [group for group in groups if self._knows(group)]
         check_samples(groups)
-        first, self._num_came = self._num_came, self._num_came + len(first_sequences(groups))
+        first = self._num_came if first is None else first
+        self._num_came = first + len(first_sequences(groups))
         if not self._config.has_several_updates:
-            self._came += groups
+            self._came.append((first, groups))
         return self._take_in(groups, first)
 
     def _take_in(self, groups: Sequence[TrainGroup], first: int) -> Added:
@@ -163,7 +133,7 @@ class StepAccumulator:
         if self._holds_back:
             self._held += ready
         else:
-            added = added.plus(self._train(self._preparation.with_advantages(ready)))
+            added = added.plus(self._train(self._preparation.with_advantages(ready), self._peers))
         self._added = self._added.plus(added)
         return added
 
@@ -186,18 +156,19 @@ class StepAccumulator:
         if self._step is None:
             raise RuntimeError("no step was begun")
         step = self._step
+        self._meet()
         if self._config.has_several_updates:
             updates = [self._update(step) for _ in self._train_held(step)]
-            left_out, too_far = self._guard.found()
+            left_out, too_far = self._guard.found(ALONE if self._meeting is None else self._everyone)
         else:
             deque(self._train_held(step), maxlen=0)
-            left_out, too_far = self._guard.found(self._peers)
+            left_out, too_far = self._guard.found(self._everyone)
             if left_out:
                 self._train_without(left_out, step)
             updates = [self._update(step)]
         self._step, self._came = None, []
         num_told = self._added.num_trained_tokens * self._config.epochs
-        metrics = mismatch.of_their_own(self._tally.metrics(num_told, self._peers))
+        metrics = mismatch.of_their_own(self._tally.metrics(num_told, self._everyone))
         metrics |= self._counts()
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
@@ -220,8 +191,9 @@ class StepAccumulator:
             self._critic.optimizer.discard()
 
     def _forget(self) -> None:
-        self._came: list[TrainGroup] = []
-        """The groups of a step with one update. They are trained again if some samples have to be left out."""
+        self._came: list[tuple[int, list[TrainGroup]]] = []
+        """The groups of a step with one update, as they came, with the number of the first episode of each call. They
+        are trained again if some samples have to be left out."""
         self._num_came = 0
         self._added = Added()
         self._held: list[list[Ready]] = []
@@ -238,18 +210,29 @@ class StepAccumulator:
         """Train what was held back. Yields after each mini-batch."""
         if self._holds_back:
             for epoch, groups in self._mini_batches(step):
-                added = self._train(groups)
+                added = self._train(groups, self._everyone)
                 self._added = self._added.plus(added._replace(num_trained_tokens=0) if epoch else added)
                 yield
 
     def _train_without(self, left_out: frozenset[int], step: int) -> None:
         """Train the step again without these samples: their effect on the gradients of others cannot be undone."""
         log.warning("step %d is trained once more, without %d samples", step, len(left_out))
-        groups = without(self._came, left_out)
+        came = self._came
         self._discard()
         self._guard.is_over = True
-        self._take_in(groups, 0)
+        for first, groups in came:
+            self._take_in(without(groups, left_out, first), first)
+        self._meet()
         deque(self._train_held(step), maxlen=0)
+
+    def _meet(self) -> None:
+        """Put the counts of all replicas together, and what they have held back."""
+        if self._meeting is None:
+            return
+        counts = self._meeting.counts(StepCounts(self._added, self._num_open_tokens, self._num_open_samples))
+        self._added, self._num_open_tokens, self._num_open_samples = counts
+        if self._holds_back:
+            self._held = self._meeting.held(self._held)
 
     def _mini_batches(self, step: int) -> Iterator[tuple[int, list[list[Ready]]]]:
         """Yield the epoch and groups of each mini-batch: equal parts, other ones in each epoch. The only one may be
@@ -275,6 +258,8 @@ class StepAccumulator:
         fixed = self._max_new_tokens if self._config.fixed_tokens is None else self._config.fixed_tokens
         denominator = aggregation.denominator(self._num_open_tokens, self._num_open_samples, fixed, self._config)
         with self._within_memory(f"the optimizer updates the weights: {self._optimizer.how_to_take_less()}"):
+            if self._meeting is not None:
+                self._meeting.gradients(self._optimizer)
             if self._critic is not None:
                 self._update_critic(self._critic, step)
             update = self._optimizer.update(step, denominator if denominator else 1.0, self._num_steps)
@@ -287,6 +272,8 @@ class StepAccumulator:
         return update
 
     def _update_critic(self, critic: Critic, step: int) -> None:
+        if self._meeting is not None:
+            self._meeting.gradients(critic.optimizer)
         update = critic.optimizer.update(step, float(max(1, self._num_open_tokens)), self._num_steps)
         if not update.applied and self._num_open_tokens:
             log.warning("step %d: the critic's gradient has norm %s: it stays as it is", step, update.grad_norm)
@@ -295,13 +282,16 @@ class StepAccumulator:
 
     # The loss
 
-    def _train(self, groups: Sequence[Sequence[Ready]]) -> Added:
-        """Run forward and backward passes, one pack at a time."""
+    def _train(self, groups: Sequence[Sequence[Ready]], peers: Peers) -> Added:
+        """Run forward and backward passes, one pack at a time. `peers` have the same groups, and train parts of them;
+        a rank that meets no other one in a layer skips spare packs."""
         ready = [one for group in groups for one in group if not one.is_masked]
         samples = [one.sample for one in ready]
         rows = num_rows(samples)
-        passes = plan_passes(rows, self._max_tokens, self._peers.size)
-        for part in make_parts(samples, passes, self._peers.rank):
+        passes = plan_passes(rows, self._max_tokens, peers.size)
+        for part in make_parts(samples, passes, peers.rank):
+            if part.is_spare and self._peers.size == 1:
+                continue
             with self._within_memory(self._of_tokens(len(part.pack.tokens))):
                 self._train_part(part, [ready[number] for number in part.pack.samples])
         num_tokens = sum(one.num_drawn for one in samples)

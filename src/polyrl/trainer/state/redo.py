@@ -30,7 +30,7 @@ from polyrl.trainer.batch import TrainGroup, decode_groups
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.state import checkpoint, entries
 from polyrl.trainer.state.entries import Entry
-from polyrl.trainer.step import Steps
+from polyrl.trainer.step_stats import Steps
 
 
 def append(

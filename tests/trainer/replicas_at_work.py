@@ -1,0 +1,79 @@
+"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work RANK SIZE REPLICAS FOLDER`.
+
+Every case is two steps of training. Each replica is given other groups than the others, in any number of calls, and
+all meet at the end of the step. Rank zero leaves what came of it in FOLDER.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tests.trainer.ranks_at_work import Recording, every_case, make_crew, samples
+
+from polyrl.trainer import sharding
+from polyrl.trainer.batch import TrainSample, first_sequences
+from polyrl.trainer.meeting import Meeting
+from polyrl.trainer.ranks import RankInfo, Ranks
+from polyrl.trainer.step import StepAccumulator
+
+CASES = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "fixed",
+    "mini-batches, kl",
+    "reinforce++",
+    "ppo",
+    "one sample",
+    "bfloat16",
+    "forged samples",
+    "episodes, ppo",
+    "nothing",
+)
+FEW = ("token-mean", "ppo", "forged samples", "one sample")
+SETTINGS = {"2 of 1": (2, 2, CASES), "4 of 1": (4, 4, FEW), "2 of 2": (4, 2, FEW)}
+"""The number of ranks, that of replicas, and the cases. The first group goes to another replica in each step."""
+
+
+def two_steps(
+    steps: StepAccumulator, groups: list[list[TrainSample]], number: int, num_replicas: int
+) -> dict[str, float]:
+    """Train groups number, number + num_replicas, ...; returns the first step's metrics."""
+    told: list[dict[str, float]] = []
+    firsts = [len(first_sequences(groups[:at])) for at in range(len(groups))]
+    for step in (0, 1):
+        steps.begin(step)
+        for at in range(len(groups)):
+            if (at + step) % num_replicas == number:
+                steps.add([groups[at]], firsts[at])
+        told.append(steps.finish().metrics)
+    return told[0]
+
+
+def main(rank: int, size: int, num_replicas: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    name = next(one for one, (its_size, num, _) in SETTINGS.items() if (its_size, num) == (size, num_replicas))
+    ranks = Ranks.join(RankInfo(rank, size, str(folder / f"meeting-{name}")))
+    ranks.use("cpu", num_replicas)
+    place = folder / name
+    place.mkdir(exist_ok=True)
+    for case in SETTINGS[name][2]:
+        config, shape = every_case()[case]
+        sharing = None if ranks.replica.size == 1 else ranks.replica
+        learner = make_crew(folder, sharing, config, shape, Meeting(ranks))
+        metrics = two_steps(learner.steps, samples(folder, shape), ranks.replica_number, num_replicas)
+        state = dict(sharding.gather(learner.state().items()))
+        assert isinstance(learner.optimizer, Recording)
+        first = {f"first/{key}": one for key, one in (learner.optimizer.first or {}).items()}
+        masters = [one for key, one in sorted(state.items()) if "/master/" in key]
+        told = ranks.exchange(b"".join(one.contiguous().view(torch.uint8).numpy().tobytes() for one in masters))
+        assert all(one == told[0] for one in told), "all ranks hold the same weights, to the last bit"
+        if rank == 0:
+            save_file(first | state, place / f"{case}.safetensors")
+            (place / f"{case}.json").write_text(json.dumps(metrics))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,78 @@
+"""Replicas train on different groups and meet once a step: the same gradients, metrics and weights as one rank."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.trainer.ranks_at_work import Recording, every_case, make_crew, make_models, samples, two_steps
+from tests.trainer.replicas_at_work import SETTINGS
+from tests.trainer.test_ranks import apart, part
+
+pytestmark = pytest.mark.timeout(400)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With what replicas left in it: once, however many processes run these tests."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    place = shared / "replicas"
+    with (shared / "replicas.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "done").exists():
+            place.mkdir()
+            make_models(place)
+            for size, num_replicas, _ in SETTINGS.values():
+                run_ranks(place, size, num_replicas)
+            (place / "done").touch()
+    return place
+
+
+def run_ranks(place: Path, size: int, num_replicas: int) -> None:
+    command = [sys.executable, "-m", "tests.trainer.replicas_at_work"]
+    given = [str(size), str(num_replicas), str(place)]
+    started = [subprocess.Popen([*command, str(rank), *given], cwd=ROOT) for rank in range(size)]
+    try:
+        assert [one.wait(timeout=300) for one in started] == [0] * size
+    finally:
+        for one in started:
+            one.kill()
+
+
+@pytest.mark.parametrize(
+    ("setting", "case"),
+    [(name, case) for name, (_, _, cases) in SETTINGS.items() for case in cases if case != "nothing"],
+)
+def test_replicas_have_the_gradients_metrics_and_weights_of_one_rank(folder: Path, setting: str, case: str):
+    config, shape = every_case()[case]
+    learner = make_crew(folder, None, config, shape)
+    metrics = two_steps(learner.steps, samples(folder, shape))
+    found = load_file(folder / setting / f"{case}.safetensors")
+    half = shape.get("dtype") == "bfloat16"
+    assert isinstance(learner.optimizer, Recording) and learner.optimizer.first
+    assert apart(part(found, "first/"), learner.optimizer.first) < (2e-2 if half else 2e-5)
+    state = learner.state()
+    for kind in ("policy/", "critic/"):
+        if part(state, kind):
+            moments = f"{kind}exp_avg/"
+            assert apart(part(found, moments), part(state, moments)) < (5e-2 if half else 1e-4)
+            assert apart(part(found, f"{kind}master/"), part(state, f"{kind}master/")) < (1e-3 if half else 1e-5)
+    told = json.loads((folder / setting / f"{case}.json").read_text())
+    assert told.keys() == metrics.keys()
+    for name, value in metrics.items():
+        if name != "perf/micro_batches":
+            assert told[name] == pytest.approx(value, rel=5e-2 if half else 2e-4, abs=5e-3 if half else 2e-6), name
+
+
+def test_a_step_without_samples_moves_no_replica(folder: Path):
+    config, shape = every_case()["nothing"]
+    learner = make_crew(folder, None, config, shape)
+    found = part(load_file(folder / "2 of 1" / "nothing.safetensors"), "policy/master/")
+    assert all(torch.equal(found[name], one) for name, one in learner.policy.parameters().items())
