@@ -29,7 +29,7 @@ from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.ranks import ALONE, RankGroup, RankInfo, Ranks
 from polyrl.trainer.state import checkpoint, restoring, sharded
 from polyrl.trainer.state.checkpoint import TrainerState
-from polyrl.trainer.state.sharded import Shard, ShardWriter
+from polyrl.trainer.state.sharded import ShardFile, ShardWriter
 from polyrl.trainer.step import StepAccumulator
 
 SIZES = (4, 2, 3)
@@ -211,7 +211,7 @@ def go_on(ranks: Ranks, folder: Path) -> None:
             opened = checkpoint.load(checkpoint.found(folder / given)[-1])[1] if ranks.rank == 0 else None
             restoring.restore(learner, ranks, folder / given, is_shared=False, tensors=opened)  # as if only one saw it
         if ranks.rank != 0:
-            follow(ranks, learner, ShardWriter(run_dir, Shard(ranks.rank, ranks.size)))
+            follow(ranks, learner, ShardWriter(run_dir, ShardFile(ranks.rank, ranks.size)))
             continue
         leader = Leader(ranks, learner, lambda error: None)
         if given is None:

@@ -177,10 +177,10 @@ def test_a_shard_that_is_damaged_or_missing_is_named(folder: Path, tmp_path: Pat
     with shard.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    with pytest.raises(UserError, match="shard-00002-of-00002.safetensors: is damaged"):
+    with pytest.raises(UserError, match=r"shard-00002-of-00002.safetensors: is damaged"):
         checkpoint.load(step)
     shard.unlink()
-    with pytest.raises(UserError, match="shard-00002-of-00002.safetensors: is missing"):
+    with pytest.raises(UserError, match=r"shard-00002-of-00002.safetensors: is missing"):
         checkpoint.load(step)
 
 

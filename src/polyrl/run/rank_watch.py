@@ -115,10 +115,10 @@ class RankWatch:
         """Cut connections that have not said who they are."""
         for key in list(self._selector.get_map().values()):
             one = key.fileobj
-            if isinstance(one, socket.socket) and key.data is not None and one not in self._peers:
-                if time.monotonic() > key.data[1]:
-                    self._selector.unregister(one)
-                    one.close()
+            is_unknown = isinstance(one, socket.socket) and key.data is not None and one not in self._peers
+            if is_unknown and time.monotonic() > key.data[1]:
+                self._selector.unregister(one)
+                one.close()  # type: ignore[union-attr]
 
     def _accept(self) -> None:
         try:
@@ -190,11 +190,10 @@ def break_connections(address: str) -> None:
     close them while a thread waits.
     """
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            with socket.socket(fileno=os.dup(int(entry.name))) as one:
-                internet = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-                if internet and _plain(one.getpeername()[0]) == address:
-                    one.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as one:
+            internet = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+            if internet and _plain(one.getpeername()[0]) == address:
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -221,7 +221,9 @@ def assembled(
             other_ranks = OtherRanks(ranks, run_dir, started, watch)
             other_ranks.shares_run_dir = sharded.is_shared(run_dir, ranks)
             if not other_ranks.shares_run_dir:
-                log.warning("%s: not all nodes see it: rank zero gathers every checkpoint, and writes it alone", run_dir)
+                log.warning(
+                    "%s: not all nodes see it: rank zero gathers every checkpoint, and writes it alone", run_dir
+                )
             yield other_ranks
         except RuntimeError as error:
             gone = (lambda: _ended(run_dir, started)) if other_ranks is None else other_ranks._gone
@@ -276,9 +278,7 @@ def _meet(info: "RankInfo", run_dir: Path, started: "list[subprocess.Popen[bytes
                 raise lost from None
         except RuntimeError as error:
             lost = _lost(error, run_dir, started, lambda: _ended(run_dir, started)) if started else None
-            raise lost or UserError(
-                f"the ranks did not meet, see {run_dir / 'logs'}: {one_line(error)}"
-            ) from error
+            raise lost or UserError(f"the ranks did not meet, see {run_dir / 'logs'}: {one_line(error)}") from error
 
 
 def _lost(
@@ -320,7 +320,7 @@ def follow(info: "RankInfo") -> int:
     from polyrl.trainer import leading
     from polyrl.trainer.ranks import Ranks
     from polyrl.trainer.state import restoring, sharded
-    from polyrl.trainer.state.sharded import Shard, ShardWriter
+    from polyrl.trainer.state.sharded import ShardFile, ShardWriter
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not info.meeting_point:  # torchrun tells all to end at once; rank zero still needs the others while it does so
@@ -342,7 +342,7 @@ def follow(info: "RankInfo") -> int:
         if setup.checkpoint is not None:
             restoring.restore(learner, ranks, Path(setup.checkpoint), is_shared=is_shared)
         log.info("rank %d of %d is ready, on %s", info.rank, info.size, ranks.device)
-        writer = ShardWriter(run_dir, Shard(info.rank, info.size)) if is_shared else None
+        writer = ShardWriter(run_dir, ShardFile(info.rank, info.size)) if is_shared else None
         leading.follow(ranks, learner, writer)
     except (UserError, OSError) as error:
         log.error("%s", error)

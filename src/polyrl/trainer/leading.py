@@ -30,7 +30,7 @@ from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.ranks import RankGroup
 from polyrl.trainer.state import sharded
 from polyrl.trainer.state.checkpoint import TrainerState
-from polyrl.trainer.state.sharded import Shard, ShardWriter
+from polyrl.trainer.state.sharded import ShardFile, ShardWriter
 from polyrl.trainer.step import StepAccumulator
 from polyrl.trainer.step_stats import Added, StepStats
 
@@ -183,7 +183,7 @@ class RankShards:
 
     def __init__(self, leader: Leader, run_dir: Path, size: int) -> None:
         self._leader, self._size = leader, size
-        self._writer = ShardWriter(run_dir, Shard(0, size))
+        self._writer = ShardWriter(run_dir, ShardFile(0, size))
 
     def take(self, next_step: int) -> None:
         self._leader.take_shards(next_step, self._writer)

@@ -242,7 +242,9 @@ def interface_to(host: str) -> str:
             probe.connect(place)  # sends nothing: only the way there is looked up
             ours = probe.getsockname()[0]
     except OSError as error:
-        raise UserError(f"{host}, the address of the first node: cannot be reached from here: {error.strerror}") from error
+        raise UserError(
+            f"{host}, the address of the first node: cannot be reached from here: {error.strerror}"
+        ) from error
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == ours for one in addresses):
             return name

@@ -47,7 +47,7 @@ _LOOK_EVERY_S = 0.2
 _PROBE = ".is-shared"
 
 
-class Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """One rank's file of a checkpoint."""
 
     rank: int
@@ -94,7 +94,7 @@ def own_rows(state: Mapping[str, Tensor], rank: int) -> Iterator[tuple[str, Tens
 class ShardWriter:
     """Writes one rank's shard of one checkpoint after the other."""
 
-    def __init__(self, run_dir: Path, shard: Shard) -> None:
+    def __init__(self, run_dir: Path, shard: ShardFile) -> None:
         self._run_dir, self._shard = run_dir, shard
         self._snapshot = Snapshot()
         self._first_rows: dict[str, int] = {}
@@ -153,9 +153,9 @@ def save(run_dir: Path, state: TrainerState, writer: ShardWriter, size: int, sto
     if `stop` is set before."""
 
     def fill(folder: Path) -> dict[str, str]:
-        digests = {Shard(0, size).name: writer.write(folder, stop)}
+        digests = {ShardFile(0, size).name: writer.write(folder, stop)}
         for rank in range(1, size):
-            shard = Shard(rank, size)
+            shard = ShardFile(rank, size)
             digests[shard.name] = _wait_for(folder / shard.digest_name, stop)
         return digests
 
@@ -219,7 +219,12 @@ class ShardedTensors(StoredTensors):
         try:
             with warnings.catch_warnings():  # that it is one process is what we ask for
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load({self._prefix + name: target}, storage_reader=self._reader, planner=DefaultLoadPlanner(), no_dist=True)
+                load(
+                    {self._prefix + name: target},
+                    storage_reader=self._reader,
+                    planner=DefaultLoadPlanner(),
+                    no_dist=True,
+                )
         except (OSError, RuntimeError, AssertionError) as error:
             raise UserError(f"{self._folder}: {name} cannot be read: {error}") from error
         return target
