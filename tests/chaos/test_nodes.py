@@ -1,4 +1,4 @@
-"""A trainer of two nodes with two ranks each, in network namespaces: the same training as one rank; ranks and nodes die."""
+"""A trainer of two nodes with two ranks each, in network namespaces: it trains what one rank does; nodes die."""
 
 import json
 import os
@@ -78,9 +78,12 @@ def test_torchrun_on_two_nodes_trains_what_one_rank_trains(model: Path, tmp_path
     whole = recipe(model, tmp_path / "whole", 4, "train.mode=synchronous")
     subprocess.run([sys.executable, "-m", "polyrl", *whole], env=ENVIRONMENT, check=True, timeout=200)
     argv = recipe(model, tmp_path / "run", 4, "train.mode=synchronous")
-    with two_nodes() as net, started(torchrun(net, 1, argv), tmp_path / "second"):
-        with started(torchrun(net, 0, argv), tmp_path / "first") as first:
-            assert first.wait(300) == 0, read(tmp_path / "first")[-3000:]
+    with (
+        two_nodes() as net,
+        started(torchrun(net, 1, argv), tmp_path / "second"),
+        started(torchrun(net, 0, argv), tmp_path / "first") as first,
+    ):
+        assert first.wait(300) == 0, read(tmp_path / "first")[-3000:]
     assert rewards(tmp_path / "run") == rewards(tmp_path / "whole")
     found, expected = end_of(tmp_path / "run", 4), end_of(tmp_path / "whole", 4)
     assert found.keys() == expected.keys()

@@ -114,11 +114,12 @@ class RankWatch:
     def _cut_the_silent(self) -> None:
         """Cut connections that have not said who they are."""
         for key in list(self._selector.get_map().values()):
-            one = key.fileobj
-            is_unknown = isinstance(one, socket.socket) and key.data is not None and one not in self._peers
-            if is_unknown and time.monotonic() > key.data[1]:
+            one, about = key.fileobj, key.data
+            if about is None or not isinstance(one, socket.socket) or one in self._peers:
+                continue
+            if time.monotonic() > about[1]:
                 self._selector.unregister(one)
-                one.close()  # type: ignore[union-attr]
+                one.close()
 
     def _accept(self) -> None:
         try:

@@ -219,8 +219,8 @@ class Ranks(RankGroup):
 
 
 def open_store(info: RankInfo, *, timeout_s: float = _MEETING_S) -> Store:
-    """Return the place where ranks leave each other their addresses. Raises UserError if its port is taken; RuntimeError
-    if rank zero's node does not answer in time."""
+    """Return the place where ranks leave each other addresses. Raises UserError if its port is taken; RuntimeError if
+    rank zero's node does not answer in time."""
     if not info.meeting_point.startswith(_MEETING_POINT):
         return FileStore(info.meeting_point, info.size)
     host, _, port = info.meeting_point.removeprefix(_MEETING_POINT).rpartition(":")
@@ -242,9 +242,7 @@ def interface_to(host: str) -> str:
             probe.connect(place)  # sends nothing: only the way there is looked up
             ours = probe.getsockname()[0]
     except OSError as error:
-        raise UserError(
-            f"{host}, the address of the first node: cannot be reached from here: {error.strerror}"
-        ) from error
+        raise UserError(f"{host}, the first node: cannot be reached from here: {error.strerror}") from error
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == ours for one in addresses):
             return name
@@ -255,7 +253,7 @@ def check_gpus(num_ranks: int) -> None:
     num = torch.cuda.device_count()
     if num_ranks > num:
         raise UserError(
-            f"train.ranks: {num_ranks} ranks on this node and {num} GPUs; expected a GPU for each rank, or model.device=cpu"
+            f"train.ranks: {num_ranks} ranks and {num} GPUs on this node; expected a GPU for each, or model.device=cpu"
         )
 
 
