@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -35,8 +35,6 @@ from polyrl.errors import RankLost, UserError, one_line
 from polyrl.run import nodes, processes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from polyrl.run.rank_watch import RankWatch
     from polyrl.trainer.leading import Leader, Learner, RankShards
     from polyrl.trainer.ranks import RankInfo, Ranks
@@ -120,7 +118,7 @@ class OtherRanks:
         self._leader = Leader(self.ranks, learner, self.why)
         return self._leader
 
-    def restore(self, learner: "Learner", folder: Path, tensors: "Mapping[str, Tensor]") -> None:
+    def restore(self, learner: "Learner", folder: Path, tensors: Mapping[str, Any]) -> None:
         """Load a checkpoint at all ranks: the others do it as soon as they have loaded their models."""
         from polyrl.trainer.state import restoring
 
