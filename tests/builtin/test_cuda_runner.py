@@ -35,14 +35,18 @@ def jobs():
     ways = [Sampling(ignore_eos=True), Sampling(ignore_eos=True, temperature=0.7)]
     if what == "truncated":
         ways = [Sampling(ignore_eos=True, top_p=0.8), Sampling(ignore_eos=True), Sampling(ignore_eos=True, top_k=5)]
-    for number, length in enumerate(lengths):
+    if what == "speculating":
+        ways = [Sampling(ignore_eos=True, temperature=0.0), Sampling(ignore_eos=True, temperature=0.2)]
+    for number, length in enumerate(lengths * (1 + (what == "speculating"))):  # again, with answers to draft from
+        number, lease = number % len(lengths), number + 1
         prompt = [7 + (3 * at if length == 33 else 5 * number + at) % 80 for at in range(length)]
-        yield Job(number + 1, number, prompt, [], 4 + 2 * number, 99 + number, ways[number % len(ways)])
+        yield Job(lease, number, prompt, [], 4 + 2 * number, 99 + number, ways[number % len(ways)])
 
-async def run(alone=False):
+async def run(alone=False, is_gpu=True):
     config = BuiltinConfig(
         model=model, device="cpu", slots=4, kv_tokens=1024, block_tokens=16, chunk_tokens=32,
-        compile=False, batch_invariant=what == "invariant", in_sleep="offload" if what == "offloading" else "keep",
+        compile=False, speculation="always" if what == "speculating" and is_gpu else "off",
+        batch_invariant=what == "invariant", in_sleep="offload" if what == "offloading" else "keep",
     )
     engine, sink = BuiltinEngine(config), Sink()
     await engine.start(sink)
@@ -58,8 +62,9 @@ async def run(alone=False):
         await until(lambda: len(sink.text.get(2, ())) > 2)
         await engine.sleep()
         await engine.wake()
-    await until(lambda: len(sink.ends) == 7)
+    await until(lambda: len(sink.ends) == len(list(jobs())))
     came = {"ends": sink.ends, "text": sink.text, "logprobs": sink.logprobs}
+    came["accepted"] = engine.stats().speculated.num_accepted
     if type(engine._runner).__name__ == "CudaRunner":
         runner = engine._runner
         decoding = [*runner._graphs.values(), *runner._graphs_to_logits.values()]
@@ -68,7 +73,7 @@ async def run(alone=False):
     await engine.close()
     return came
 
-told = {"cpu": asyncio.run(run())}
+told = {"cpu": asyncio.run(run(is_gpu=False))}
 emulated_gpu.install()
 told["gpu"] = asyncio.run(run())
 if what == "invariant":
@@ -85,6 +90,7 @@ print(json.dumps(told))
         ("invariant", "qwen2", 1),
         ("sleeping", "gemma3_text", 2),
         ("offloading", "qwen3", 1),
+        ("speculating", "mistral", 1),
     ],
 )
 def test_answers_are_those_of_the_cpu(what: str, family: str, num_layers: int, tmp_path):
@@ -97,11 +103,13 @@ def test_answers_are_those_of_the_cpu(what: str, family: str, num_layers: int, t
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     ours, theirs = told["gpu"], told["cpu"]
-    assert ours["ends"] == theirs["ends"] == {str(lease): "length" for lease in range(1, 8)}
+    num = 14 if what == "speculating" else 7
+    assert ours["ends"] == theirs["ends"] == {str(lease): "length" for lease in range(1, num + 1)}
     assert ours["text"] == theirs["text"]
     for lease, logprobs in ours["logprobs"].items():
         assert logprobs == pytest.approx(theirs["logprobs"][lease], abs=1e-4)
     assert all(ours["replays"]), "it decodes and prefills from graphs"
+    assert (ours["accepted"] > 20) == (what == "speculating")
     if what == "invariant":
         alone = told["alone"]
         assert (alone["text"], alone["logprobs"]) == (ours["text"], ours["logprobs"]), "to the last bit"

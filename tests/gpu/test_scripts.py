@@ -32,6 +32,7 @@ COMMANDS = {
     "check_ranks": ["--small"],
     "check_resume": ["--small"],
     "check_run": ["--small"],
+    "check_speculation": ["right --small", "speed --small", "round --small", "table --small"],
     "check_train": ["right --small", "speed eager --small", "variants --small", "profile eager --small"],
 }
 """`check_engine.py peer` is left out: transformers' continuous batching takes two minutes on a CPU."""

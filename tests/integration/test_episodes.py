@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -272,12 +274,84 @@ def test_an_environment_that_never_answers_is_scored_when_its_time_is_up(tmp_pat
             manager(tmp_path) as live,
             trainer(live, config, prompts=prompt_of, answers=MODEL) as fleet,
             honest_worker(live),
-            host(live, EchoEnvironment(hang)),
+            host(live, EchoEnvironment(hang), "h0"),
+            host(live, EchoEnvironment(hang), "h1"),
+            host(live, EchoEnvironment(hang), "h2"),
         ):
             await fleet.publish(0)
             groups = await play_round(fleet, 0)
             assert all(sample.reward == -1.0 and len(sample.calls) == 2 for one in groups for sample in one.samples)
-            assert live.service.lobby.need_run().scheduler.ledger.episodes_ended == {"timed_out": 8}
+            ledger = live.service.lobby.need_run().scheduler.ledger
+            assert ledger.episodes_ended == {"timed_out": 8}
+            assert 1 <= ledger.hosts_hung <= 3, "they all stand still: at first the host is held guilty, and ends"
+
+    run(scenario(), 60.0)
+
+
+def test_an_episode_that_hangs_among_others_that_move_ends_at_the_learned_limit_and_costs_them_nothing(
+    tmp_path, caplog
+):
+    rules = EnvironmentRules(turn_timeout_s=8.0, least_turn_timeout_s=1.5, timeout_reward=-1.0, host_timeout_s=2.0)
+    domain = msgspec.structs.replace(CONFIG.domains[0], prompts_per_step=6)
+    config = msgspec.structs.replace(CONFIG, environments=rules, domains=(domain,))
+    chosen: list[str] = []
+
+    async def hang(episode: Episode, turn: int) -> None:
+        if turn == 1 and len(chosen) < 1 and is_second:
+            chosen.append(episode.name)
+            await asyncio.Event().wait()
+        elif chosen:
+            await asyncio.sleep(0.5)  # the others go on meanwhile
+
+    is_second = False
+
+    async def scenario() -> None:
+        nonlocal is_second
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, config, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, EchoEnvironment(hang), slots=8),
+        ):
+            await fleet.publish(0)
+            began = time.monotonic()
+            await play_round(fleet, 0)  # 24 episodes of three turns: enough to learn from
+            await fleet.publish(1)
+            is_second = True
+            await asyncio.sleep(max(0.0, began + 8.5 - time.monotonic()))  # then no slow turn can be missing
+            groups = await play_round(fleet, 1)
+            rewards = {sample.name: sample.reward for group in groups for sample in group.samples}
+            assert sum(reward == -1.0 for reward in rewards.values()) == 1 and len(rewards) == 24
+            said = re.search(r"took too long \(over ([\d.]+) s\)", caplog.text)
+            assert said is not None and 1.5 <= float(said[1]) < 8.0, caplog.text
+            ledger = live.service.lobby.need_run().scheduler.ledger
+            assert ledger.episodes_ended == {"scored": 47, "timed_out": 1} and ledger.hosts_hung == 0
+
+    run(scenario(), 60.0)
+
+
+def test_calls_beyond_the_recipes_number_are_answered_so_and_the_environment_still_pays(tmp_path):
+    config = msgspec.structs.replace(CONFIG, environments=EnvironmentRules(max_calls=2))
+
+    class Patient(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            try:
+                await super().play(episode)
+            except NoRoom as error:
+                assert "all 2 calls of the episode are made (environments.max_calls)" in str(error)
+                return EpisodeEnd(reward=0.25)
+            raise AssertionError("a third call was answered")
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, config, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, Patient()),
+        ):
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert all(sample.reward == 0.25 and len(sample.calls) == 2 for one in groups for sample in one.samples)
 
     run(scenario(), 60.0)
 

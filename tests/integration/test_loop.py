@@ -22,6 +22,7 @@ from polyrl.trainer.batch import TrainGroup
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.loop import Loop, NothingCameError
+from polyrl.trainer.replicas import Replicas
 from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
@@ -98,7 +99,7 @@ def play(
             live.trainer(manager, config, reward=reward_of) as fleet,
         ):
             devices = Devices()
-            await Loop(recipe, fleet, steps, devices, Publisher(), prompt_tokens, listener).run()
+            await Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, listener).run()
             devices.close()
 
     live.run(scenario())
@@ -165,7 +166,7 @@ def test_a_run_that_goes_on_asks_for_the_validation_that_is_due_where_it_starts(
                 recipe = make_recipe(f"train.steps={num_steps}", f"validation.every_steps={every}")
                 async with live.trainer(manager, reward=any_reward) as fleet:
                     steps, listener = CountingSteps(), Listener()
-                    loop = Loop(recipe, fleet, steps, devices, Publisher(), prompt_tokens, listener, validate)
+                    loop = Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, listener, validate)
                     await loop.run(first)
                 if not first:
                     assert validated == asked
@@ -228,7 +229,9 @@ def test_a_step_that_is_safe_and_untold_is_told_by_the_process_that_goes_on(tmp_
         devices = Devices()
         try:
             async with live.trainer(manager, reward=reward_of) as fleet:
-                loop = Loop(recipe, fleet, CountingSteps(), devices, publisher, prompt_tokens, listener, **more)
+                loop = Loop(
+                    recipe, fleet, Replicas(CountingSteps(), devices), publisher, prompt_tokens, listener, **more
+                )
                 await loop.run(*past)
         finally:
             devices.close()
@@ -261,7 +264,9 @@ def test_a_run_that_had_reached_its_reward_when_it_was_killed_trains_no_further(
     async def live_once(manager: live.Live, *settings: str, past: tuple[Any, ...] = ()) -> str:
         recipe, devices = make_recipe("validation.every_steps=1", *settings), Devices()
         async with live.trainer(manager, reward=half_are_right) as fleet:
-            loop = Loop(recipe, fleet, CountingSteps(), devices, Publisher(), prompt_tokens, listener, validate)
+            loop = Loop(
+                recipe, fleet, Replicas(CountingSteps(), devices), Publisher(), prompt_tokens, listener, validate
+            )
             why = await loop.run(*past, is_told=is_told)
         devices.close()
         return why
@@ -311,7 +316,9 @@ def test_what_is_told_of_a_step_counts_the_groups_that_a_killed_process_rejected
                 await safety.begin()
             async with live.trainer(manager, reward=reward_of) as fleet:
                 steps = CountingSteps()
-                loop = Loop(recipe, fleet, steps, devices, Publisher(), prompt_tokens, listener, safety=safety)
+                loop = Loop(
+                    recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, listener, safety=safety
+                )
                 await loop.run()
         finally:
             devices.close()
@@ -385,7 +392,7 @@ def test_a_worker_that_forges_log_probabilities_is_named_its_next_groups_are_rej
             await peer.enter()
             forging = asyncio.create_task(forge(peer))
             devices = Devices()
-            await Loop(recipe, fleet, steps, devices, Publisher(), prompt_tokens, listener).run()
+            await Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, listener).run()
             devices.close()
             await forging
             assert steps.trained == {"honest"}
@@ -413,7 +420,7 @@ def test_where_every_group_of_a_step_was_rejected_the_reason_and_the_workers_are
             await peer.enter()
             forging = asyncio.create_task(forge(peer))
             devices = Devices()
-            await Loop(recipe, fleet, GuardedSteps(), devices, Publisher(), prompt_tokens, Listener()).run()
+            await Loop(recipe, fleet, Replicas(GuardedSteps(), devices), Publisher(), prompt_tokens, Listener()).run()
             devices.close()
             await forging
 

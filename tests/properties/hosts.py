@@ -29,6 +29,8 @@ def with_environments(config: SchedulerConfig, rng: random.Random) -> SchedulerC
     ]
     rules = EnvironmentRules(
         turn_timeout_s=rng.choice([3.0, 30.0]),
+        learn_turn_timeouts=rng.random() < 0.7,
+        least_turn_timeout_s=rng.choice([0.5, 5.0]),
         episode_timeout_s=rng.choice([10.0, 200.0]),
         max_attempts=rng.randint(1, 3),
         drain_timeout_s=rng.choice([2.0, 50.0]),
@@ -99,6 +101,7 @@ class EpisodeWorld(HostileWorld):
             sample = SampleId(rng.choice([*self.drawn, 0, 1 << 40]))
             nonsense = (rng.choice([-1, 0, 99]), *(rng.choice([-3, 0, 1, 5, 1 << 50]) for _ in range(3)))
             self.tell(e.CallMade(sample, *nonsense))  # of an attempt that is not under way
+            self.tell(e.CallRepeated(sample, nonsense[0]))
         elif draw < 0.6:
             self.play_on(rng.choice(list(self.hosts.values())))
 
@@ -122,6 +125,8 @@ class EpisodeWorld(HostileWorld):
                     self.end(host, sample, "scored")  # it waits for the answer no longer
             elif draw < 0.1:
                 self.end(host, sample, "failed")
+            elif draw < 0.15:
+                self.tell(e.CallRepeated(sample, play.attempt))
             elif draw < 0.4:
                 continue
             elif play.num_calls and draw < 0.7:

@@ -14,6 +14,7 @@ from polyrl.client import Group
 from polyrl.trainer.batch import check_samples
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.loop import Loop
+from polyrl.trainer.replicas import Replicas
 from polyrl.trainer.reports import StepReport
 from polyrl.wire.frames import Segment
 
@@ -35,7 +36,7 @@ class OneRound:
         for group in self._groups:
             yield group
 
-    async def take(self, *groups: Group) -> None:
+    async def take(self, *groups: Group, worker: str = "") -> None:
         self.taken += [one.id for one in groups]
 
     async def reject(self, group: Group, reason: str, *, workers: Any = ()) -> None:
@@ -57,7 +58,9 @@ def play(*groups: list[Played]) -> tuple[OneRound, CountingSteps, StepReport]:
     fleet, steps, listener = OneRound(made), CountingSteps(), Listener()
     devices = Devices()
     world: Any = fleet
-    loop = Loop(make_recipe("train.steps=1"), world, steps, devices, Publisher(), lambda *_: no_prompt(), listener)
+    loop = Loop(
+        make_recipe("train.steps=1"), world, Replicas(steps, devices), Publisher(), lambda *_: no_prompt(), listener
+    )
     asyncio.run(loop.run())
     devices.close()
     return fleet, steps, listener.reports[0]

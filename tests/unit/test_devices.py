@@ -4,7 +4,7 @@ from typing import Literal
 
 from tests.unit.driver import Driver, leased, only, small_config
 
-from polyrl.ids import Step, Version
+from polyrl.ids import GroupId, Step, Version, WorkerName
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import HandBackConfig, SeedingConfig
@@ -162,9 +162,10 @@ def test_a_repeated_change_of_duty_is_late_news():
     assert (run.duty("t"), run.ledger.late_news) == ("generating", 1)
 
 
-def hand_back(**others) -> Driver:
+def hand_back(*, balance: bool = False, **others) -> Driver:
     config = HandBackConfig(enabled=True, first_share=0.2, last_share=0.5, check_every_share=0.05, **others)
-    run = Driver(small_config(prompts=8, samples=1, hand_back=config, seeding=SeedingConfig(mode="whole_round")))
+    whole = SeedingConfig(mode="whole_round")
+    run = Driver(small_config(prompts=8, samples=1, hand_back=config, seeding=whole, balance=balance))
     run.begin()
     run.join("t", local=True, slots=4)
     run.join("u", local=True, slots=4)
@@ -262,3 +263,75 @@ def test_with_overlap_the_devices_train_at_once_if_the_next_round_is_complete():
     run.tell(e.MicroBatchTrained(Step(0)))
     run.trained(0)
     assert run.duty("t") == "training"
+
+
+def test_a_replica_that_has_nothing_to_train_generates_again_while_samples_wait():
+    run = hand_back(come_back_after_s=10.0)
+    run.finish("1/0", "2/0", "5/0", "3/0")
+    run.end("4/0", at=9)
+    run.turn("t", "training")
+    assert not only(run.wait(11.0), c.StartGenerating), "the other one holds all that runs"
+    (back,) = only(run.leave("u"), c.StartGenerating)
+    assert back.worker == "t"
+
+
+def test_a_replica_that_has_nothing_to_train_generates_again_if_that_makes_the_others_samples_faster():
+    run = hand_back(come_back_after_s=10.0, balance=True)
+    run.finish("1/0", "2/0", "5/0", "3/0")
+    run.end("4/0", at=9)
+    run.turn("t", "training")
+    fleet = run.scheduler.desk.state.fleet
+    other = fleet.seats[fleet.by_name[WorkerName("u")]]
+    other.speed.observe(1, 0.01)
+    other.speed.observe(2, 0.01)
+    other.speed.observe(4, 0.04)
+    assert not only(run.wait(8.0), c.StartGenerating), "it may still get something to train"
+    (back,) = only(run.wait(4.0), c.StartGenerating)
+    assert back.worker == "t" and "nothing was there to train" in back.why
+
+
+def test_replicas_take_micro_batches_at_different_times_and_a_busy_one_finishes_its_own_first():
+    run = hand_back()
+    run.finish("1/0", "2/0", "5/0", "3/0")
+    run.end("4/0", at=9)
+    run.turn("t", "training")
+    run.reward("1/0", "2/0")
+    run.tell(e.GroupsTaken(Step(0), (GroupId(1),), WorkerName("t")))
+    assert not only(run.leave("u"), c.StartGenerating)
+    assert only(run.tell(e.MicroBatchTrained(Step(0), WorkerName("t"))), c.StartGenerating)
+
+
+def test_a_replica_without_work_comes_back_for_waiting_samples_while_another_trains():
+    run = Driver(small_config(prompts=4, samples=1, seeding=SeedingConfig(mode="whole_round")))
+    run.begin()
+    run.join("t", local=True, slots=1)
+    run.join("u", local=True, slots=1)
+    run.join("a", slots=2)
+    run.finish("1/0", "2/0", "3/0")
+    run.reward("1/0", "2/0", "3/0")
+    for _ in range(3):
+        run.wait(3.0)
+    idle = [one.worker for one in only(run.said, c.StartTraining)]
+    assert len(idle) == 2
+    for name in idle:
+        run.turn(name, "training")
+    run.tell(e.GroupsTaken(Step(0), (GroupId(1),), WorkerName(idle[0])))
+    (back,) = only(run.leave("a"), c.StartGenerating)
+    assert back.worker == idle[1], "the other one has a micro-batch to finish"
+
+
+def test_the_time_of_training_is_that_in_which_any_replica_trains():
+    run = hand_back()
+    run.complete(*range(1, 9), samples=1)
+    for name in ("t", "u"):
+        run.turn(name, "training")
+    run.tell(e.GroupsTaken(Step(0), (GroupId(1), GroupId(2)), WorkerName("t")))
+    run.wait(2.0)
+    run.tell(e.GroupsTaken(Step(0), tuple(map(GroupId, range(3, 9))), WorkerName("u")))
+    run.wait(2.0)
+    run.tell(e.MicroBatchTrained(Step(0), WorkerName("t")))
+    run.wait(3.0)
+    run.tell(e.MicroBatchTrained(Step(0), WorkerName("u")))
+    (report,) = only(run.trained(0), c.ReportStep)
+    assert report.line.train_s == 7.0
+    assert report.line.wait_train_s == 0.0

@@ -118,9 +118,11 @@ def test_an_episode_over_time_says_so_and_with_what_it_is_scored():
     run.join(0.0, "h1")
     run.call(1.0, 0)
     run.answer(2.0, 30)
+    run.tell(20.0, e.CallMade(sample_id(GroupId(1), 1), 1, 0, 0, 100))  # its host does not hang
     run.tell(32.0, e.TimePassed())
     told = "\n".join(run.story())
-    assert "+32.0 s  stopped at h1: its environment's move took too long; it is scored with 30 tokens" in told
+    assert "+32.0 s  stopped at h1: its environment's move took too long (over 30.0 s); it is scored with" in told
+    assert "scored with 30 tokens" in told
 
 
 @pytest.mark.parametrize(

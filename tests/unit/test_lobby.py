@@ -7,6 +7,7 @@ import pytest
 from tests.unit.played import CONFIG, Line, tokens_frame
 
 from polyrl.errors import Refused
+from polyrl.ids import HostName
 from polyrl.manager import opening
 from polyrl.manager.frames_in import from_workers, joining
 from polyrl.manager.peers.sessions import WorkerSession
@@ -102,3 +103,12 @@ def test_a_worker_that_waited_has_a_seat_when_the_run_opens(worker: Waiting):
     seat = worker.lobby.need_run().seat_of(worker.session)
     assert seat is not None
     assert seat.slots == 2
+
+
+def test_names_of_many_hosts_are_forgotten_and_nothing_else_is(worker: Waiting):
+    relay = worker.lobby.reward_relay
+    assert [worker.lobby.next_host_life(HostName("again")) for _ in range(3)] == [1, 2, 3]
+    for number in range(3000):
+        worker.lobby.next_host_life(HostName(f"h{number}"))
+    assert len(worker.lobby.host_lives) <= 1002
+    assert worker.lobby.reward_relay is relay

@@ -71,6 +71,57 @@ def test_an_environment_that_never_ends_is_over_time_and_scored(tmp_path):
     assert sum(result.episodes.ended.values()) == 3 * 8 * 4
 
 
+def test_hosts_that_hang_are_given_up_and_their_episodes_end_elsewhere_with_their_own_reward(tmp_path):
+    trouble = ("hosts.mean_time_to_hang_s=300.0", "environments.turn_timeout_s=40.0", "hosts.processes=4")
+    sim, result = play_agents(tmp_path, *trouble)
+    assert sim.scheduler.ledger.hosts_hung > 0
+    assert result.episodes is not None
+    assert result.episodes.ended["scored"] > 0.9 * 3 * 8 * 4, "only one that hung at two hosts is taken for the cause"
+
+
+def test_a_number_of_calls_ends_every_episode_that_would_go_on(tmp_path):
+    _, result = play_agents(tmp_path, "environments.max_calls=2")
+    assert result.episodes is not None
+    assert result.episodes.ended == {"scored": 3 * 8 * 4}
+    assert result.episodes.calls <= 2 * 3 * 8 * 4
+
+
+SLOW_TASKS = (
+    "run.steps=12",
+    "run.warmup_steps=3",
+    "domains.tools.num_prompts=24",
+    "domains.tools.correlation=0.0",
+    "domains.tools.environment.tool_correlation=0.95",
+    "domains.tools.environment.call_quantiles=[[0.0,3],[1.0,3]]",
+    "domains.tools.environment.tool_quantiles=[[0.0,0.5],[0.7,1.0],[0.85,40.0],[1.0,60.0]]",
+    "rounds.tail_batching=predicted",
+    "rounds.prompt_factor=1.5",
+)
+"""Tasks of which some have slow tools, in every epoch the same; what the policy writes is no sign of it."""
+
+
+def test_tail_batching_by_seconds_puts_tasks_with_slow_tools_together_and_by_tokens_cannot(tmp_path):
+    def long_rounds(by: str) -> tuple[float, float]:
+        sim, result = play_agents(tmp_path, *SLOW_TASKS, f"rounds.episode_length={by}")
+        history = sim.scheduler.desk.state.tail.history
+        assert history, "predicted"
+        return result.step_time_s.mean, result.step_time_s.p50
+
+    (tokens_s, _), (seconds_s, half_s) = long_rounds("tokens"), long_rounds("seconds")
+    assert seconds_s < 0.9 * tokens_s
+    assert half_s < 0.7 * tokens_s, "most rounds have no slow task in them"
+
+
+def test_adaptive_factors_are_chosen_from_times_where_episodes_are_long_by_them(tmp_path):
+    modes = ("rounds.tail_batching=prompts", "rounds.adaptive=true", "rounds.episode_length=seconds")
+    slow = [one for one in SLOW_TASKS if not one.startswith("rounds.")]
+    sim, _ = play_agents(tmp_path, *slow, *modes)
+    state = sim.scheduler.desk.state
+    assert state.durations.num_observed >= 300
+    typical_s = state.durations.quantile(0.5) / 100
+    assert 5.0 < typical_s < 200.0
+
+
 def test_too_few_places_make_episodes_wait_and_steps_longer(tmp_path):
     _, enough = play_agents(tmp_path)
     _, few = play_agents(tmp_path, "hosts.processes=1", "hosts.slots=4")

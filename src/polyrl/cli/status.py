@@ -9,7 +9,7 @@ from polyrl.cli import dialing
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polyrl.wire.control import RoundStatus, Status
+    from polyrl.wire.control import EnvironmentStatus, RoundStatus, Status
 
 EXAMPLE = """\
 example:
@@ -53,6 +53,8 @@ def _show(status: "Status") -> None:
     console.print(_workers(status) if status.workers else "no workers")
     if status.hosts:
         console.print(_hosts(status))
+    for one in status.environments:
+        console.print(_environment(one))
     if status.reward_workers:
         console.print(_reward_workers(status))
     for one in status.rounds:
@@ -111,6 +113,18 @@ def _hosts(status: "Status") -> "Table":
             f"{one.price_usd_per_hour:.2f}", f"{one.usd:.4f}", f"{one.last_heard_s:.1f} s",
         )  # fmt: skip
     return table
+
+
+def _environment(one: "EnvironmentStatus") -> str:
+    waiting = f", {one.waiting} episodes wait for one" if one.waiting else ""
+    if one.turn_p50_s is None or one.turn_p99_s is None:
+        turns = "no turn has ended"
+    else:
+        turns = f"half of the turns within {one.turn_p50_s:.2g} s, 99 of 100 within {one.turn_p99_s:.2g} s"
+    return (
+        f"environment {one.name}: {one.playing} of {one.places} places taken{waiting}; {turns}; "
+        f"one is given up after {one.turn_limit_s:g} s"
+    )
 
 
 def _reward_workers(status: "Status") -> "Table":

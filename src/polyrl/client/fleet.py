@@ -285,11 +285,12 @@ class Fleet:
             if not await self._refuse(group):
                 yield group
 
-    async def take(self, *groups: Group) -> None:
-        """These groups are trained with their step: acknowledge them. A micro-batch of them begins."""
+    async def take(self, *groups: Group, worker: str = "") -> None:
+        """These groups are trained with their step: acknowledge them. A micro-batch of them begins, on the devices of
+        this local worker; empty: on all that the trainer has."""
         for step in dict.fromkeys(group.step for group in groups):
             ids = tuple(group.id for group in groups if group.step == step)
-            await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids))
+            await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids, worker))
 
     async def reject(self, group: Group, reason: str, *, workers: Sequence[str] = ()) -> None:
         """This group is not to be trained; a fresh prompt takes its place, and the round goes on.
@@ -300,8 +301,9 @@ class Fleet:
         named = tuple(workers)[: frames.MAX_REPLACED]
         await self._state(lambda seq: frames.Rejected(seq, group.id, reason, named))
 
-    async def micro_batch_done(self, step: int) -> None:
-        await self._state(lambda seq: frames.MicroBatchDone(seq, step))
+    async def micro_batch_done(self, step: int, *, worker: str = "") -> None:
+        """The micro-batch that this local worker's devices had is trained."""
+        await self._state(lambda seq: frames.MicroBatchDone(seq, step, worker))
 
     async def restart_step(self, step: int) -> None:
         """Begin an open step anew: what a process before this one took, and lost, is handed out again."""

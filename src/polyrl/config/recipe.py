@@ -91,9 +91,12 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A micro-batch starts when this many samples, or `micro_batch_tokens` tokens, or the whole round are complete;
     none: 16 samples on a CPU; on a GPU only tokens count."""
     ranks: AtLeastOne = 1
-    """The number of processes, on one machine or several, that share the model, each with one GPU."""
+    """The number of processes, on one machine or several, that train the model together, each with one GPU."""
     restarts: Annotated[int, Meta(ge=0, le=1000)] = 3
     """How often in a row, without a new step, the run goes on by itself after it has lost a rank."""
+    replicas: AtLeastOne = 1
+    """How many copies of the model the ranks hold: each copy is shared by `ranks` / `replicas` of them. A replica
+    generates and trains on its own; gradients meet once a step."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads for a model that is trained on the CPU; none: one for each core that the process may use, less those
     of `fleet.workers` and one for everything else; a single thread below ten million parameters."""
@@ -737,12 +740,15 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("train.local_generation: expected true, since a synchronous run generates there")
 
     def _check_ranks(self) -> None:
-        if self.train.ranks > 1 and (self.optimizer.offload or self.optimizer.kind != "adamw"):
+        ranks, replicas = self.train.ranks, self.train.replicas
+        if ranks % replicas:
+            raise ValueError(f"train.replicas: {replicas}, and train.ranks is {ranks}; expected a divisor of that")
+        if ranks > replicas and (self.optimizer.offload or self.optimizer.kind != "adamw"):
             raise ValueError(
-                'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank; '
-                "ranks divide the optimizer's state already"
+                'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank, or '
+                "as many as train.replicas; ranks divide the optimizer's state already"
             )
-        if self.train.ranks > 1 and self.weights.encode_on == "device":
+        if ranks > replicas and self.weights.encode_on == "device":
             raise ValueError('weights.encode_on: expected "host", since train.ranks divide the weights')
 
     def _check_validation(self) -> None:

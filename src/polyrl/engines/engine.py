@@ -67,6 +67,17 @@ class EngineInfo(NamedTuple):
     """The version that it runs from the start, if any."""
 
 
+class Speculated(NamedTuple):
+    """What became of an engine's drafts, since it started."""
+
+    num_rounds: int = 0
+    """Steps that verified drafts."""
+    num_drafted: int = 0
+    """Tokens of drafts that were verified."""
+    num_accepted: int = 0
+    """Of these, the ones that the model drew itself: each saved its sample a step."""
+
+
 class EngineStats(NamedTuple):
     num_running: int
     num_waiting: int
@@ -85,6 +96,7 @@ class EngineStats(NamedTuple):
     """Tokens that samples came with, and that were computed; since it started, where the engine counts them."""
     num_reused: int = 0
     """Such tokens that were found in its cache."""
+    speculated: Speculated = Speculated()
 
 
 class Weights(NamedTuple):

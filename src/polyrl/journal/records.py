@@ -26,10 +26,12 @@ from polyrl.scheduling.core.commands import Command
 from polyrl.scheduling.core.desk import RULES, State, TrainerClock
 from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.fleet import FleetState, Worker
+from polyrl.scheduling.core.hosts import Host
 from polyrl.scheduling.core.ledger import Ledger, WorkerLine
 from polyrl.scheduling.core.parameters import RewardConfig, SchedulerConfig
 from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.parallelism import ParallelismState
+from polyrl.scheduling.rules.tail_batching import TailBatching
 from polyrl.scheduling.scheduler import Scheduler
 
 FORMAT = 1
@@ -280,6 +282,8 @@ _ADDED = frozenset(
         TrainerClock,
         Worker,
         FleetState,
+        Host,
+        TailBatching,
         TrackedSample,
         TrackedGroup,
         Round,

@@ -197,8 +197,7 @@ class Lobby:
         """Count a host that joins. A name that the scheduler has forgotten begins at 1 again."""
         known = {} if self.run is None else self.run.desk.hosts.last_incarnations
         if len(self.host_lives) > len(known) + len(self.hosts) + _FORGET_EVERY:
-            self.reward_relay = RewardRelay()
-        self.host_lives = {one: life for one, life in self.host_lives.items() if one in known or one in self.hosts}
+            self.host_lives = {one: life for one, life in self.host_lives.items() if one in known or one in self.hosts}
         life = self.host_lives[name] = Incarnation(self.host_lives.get(name, 0) + 1)
         return life
 

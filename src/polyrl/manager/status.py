@@ -18,7 +18,10 @@ from polyrl.manager.peers.sessions import HostSession, WorkerSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.samples import Round
+from polyrl.scheduling.parts import turns
+from polyrl.scheduling.rules.turn_limits import TurnTimes
 from polyrl.wire.control import (
+    EnvironmentStatus,
     HostStatus,
     RewardsStatus,
     RewardWorkerStatus,
@@ -82,6 +85,9 @@ def _of_a_run(run: Run, uptime_s: float) -> Status:
         max_new_tokens=desk.config.max_new_tokens,
         rewards=_rewards(run, now),
         hosts=[_host(one, now, run) for one in lobby.hosts.values()],
+        environments=[
+            _environment(desk, place, now) for place, one in enumerate(desk.config.domains) if one.environment
+        ],
         reward_workers=[_reward_worker(one) for one in lobby.reward_relay.workers.values()],
     )
 
@@ -99,6 +105,21 @@ def _host(session: HostSession, now: float, run: Run | None = None) -> HostStatu
         price_usd_per_hour=session.facts.price_usd_per_hour,
         last_heard_s=max(0.0, now - session.heard_at),
         usd=0.0 if line is None else line.usd,
+    )
+
+
+def _environment(desk: Desk, domain: int, now: float) -> EnvironmentStatus:
+    name, times = desk.environment_of(domain), desk.state.turns.get(domain, TurnTimes())
+    hosts = [one for one in desk.hosts.seats.values() if one.environment == name and not one.draining]
+    unhosted = (one for round_ in desk.rounds.values() for one in round_.unhosted.get(domain, ()))
+    return EnvironmentStatus(
+        name=name,
+        places=sum(one.capacity for one in hosts),
+        playing=sum(len(one.episodes) for one in hosts),
+        waiting=sum(one in desk.samples and desk.samples[one].state == "unhosted" for one in unhosted),
+        turn_p50_s=times.within_s(0.5),
+        turn_p99_s=times.within_s(0.99),
+        turn_limit_s=turns.present_limit_s(desk, domain, now),
     )
 
 
@@ -283,14 +304,15 @@ def _age_s(run: Run, name: str, key: int, left_s: float) -> float | None:
     """Return how long a wait lasts already; None where its deadline is put off, and nobody knows when it began."""
     rules, environments = run.desk.config.fleet_rules, run.desk.config.environments
     allowed = {
-        "turn": environments.turn_timeout_s,
-        "episode": environments.episode_timeout_s,
         "host_drain": environments.drain_timeout_s,
         "hand_over": rules.hand_over_timeout_s,
         "pull": rules.pull_timeout_s,
         "switch": rules.switch_timeout_s,
         "drain": rules.drain_timeout_s,
     }
+    if name in ("turn", "episode"):
+        clock = run.desk.state.playtimes.get(SampleId(key))
+        return None if clock is None else max(0.0, run.lobby.now() - clock.turn_began_at)
     if name in allowed:
         return max(0.0, allowed[name] - left_s)
     session = run.lobby.workers.get(run.desk.seats[key].name) if name == "heartbeat" else None
@@ -329,6 +351,7 @@ def _ledger(desk: Desk, now: float) -> dict[str, object]:
         "episodes_begun": ledger.episodes_begun,
         "episodes_ended": dict(ledger.episodes_ended),
         "calls": ledger.num_calls,
+        "hosts_hung": ledger.hosts_hung,
         "host_seconds": sum(one.seconds for one in ledger.hosts.values()),
         "host_usd": sum(one.usd for one in ledger.hosts.values()),
         "usd": ledger.usd(now),

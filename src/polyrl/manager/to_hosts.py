@@ -12,6 +12,7 @@ from polyrl.manager.notes import EpisodeKept
 from polyrl.manager.peers.sessions import HostSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.parts import turns
 from polyrl.scheduling.rules.order import mix64
 from polyrl.wire import host_frames
 from polyrl.wire.columns import CELL_BYTES
@@ -40,7 +41,7 @@ def carry_out(run: Run, command: HostCommand) -> None:
             if session is not None:
                 session.say(host_frames.Release(command.why))
         case c.ForgetHost():
-            run.lobby.forget_host(command.host, command.why)
+            run.lobby.forget_host(command.host, command.why, in_anger=command.hangs)
 
 
 def play(run: Run, session: HostSession, sample: SampleId, attempt: int) -> None:
@@ -56,7 +57,7 @@ def play(run: Run, session: HostSession, sample: SampleId, attempt: int) -> None
     seed = mix64(run.desk.config.seed, group.domain, group.prompt, group.epoch) >> 1
     order = host_frames.EpisodeOrder(sample, attempt, group.prompt, seed, prompt.task)
     max_context = 0 if rules is None else rules.max_context
-    turn_timeout_s = run.desk.config.environments.turn_timeout_s
+    turn_timeout_s = turns.present_limit_s(run.desk, group.domain, run.lobby.now())
     size, most = run.vocabulary.size, run.desk.max_new_tokens
     session.say(host_frames.Play((order,), max_context, most, size, turn_timeout_s))
 

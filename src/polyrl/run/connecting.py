@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Container, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -122,31 +122,32 @@ def weight_server(recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: 
 
 
 @asynccontextmanager
-async def dismissed_at_the_end(fleet: Fleet, dialer: Dialer) -> AsyncIterator[None]:
+async def dismissed_at_the_end(recipe: Recipe, fleet: Fleet, dialer: Dialer) -> AsyncIterator[None]:
     """Tell all workers, hosts and reward workers when the run is over: one that is not told dials for ten minutes. A
     run that was interrupted is not over."""
+    own = local_worker.names(recipe)
     try:
         yield
     except RankLost:  # it goes on by itself
         raise
     except PolyrlError:
-        await _dismiss(fleet, dialer)
+        await _dismiss(fleet, dialer, own)
         raise
-    await _dismiss(fleet, dialer)
+    await _dismiss(fleet, dialer, own)
 
 
-async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
+async def _dismiss(fleet: Fleet, dialer: Dialer, own: Container[str]) -> None:
     with contextlib.suppress(TimeoutError, Unreachable, UserError):
         async with asyncio.timeout(_DISMISS_S), dialer:
-            for kind, name in _others(await fleet.status()):
+            for kind, name in _others(await fleet.status(), own):
                 await _drain(dialer, kind, name)
-            while _others(await fleet.status()):
+            while _others(await fleet.status(), own):
                 await asyncio.sleep(0.1)
 
 
-def _others(status: Status) -> list[tuple[str, str]]:
-    """Return the kinds and names of all that joined, but for the trainer's own worker."""
-    workers = [("workers", one.name) for one in status.workers if one.name != local_worker.NAME]
+def _others(status: Status, own: Container[str]) -> list[tuple[str, str]]:
+    """Return the kinds and names of all that joined, but for the trainer's own workers."""
+    workers = [("workers", one.name) for one in status.workers if one.name not in own]
     hosts = [("hosts", one.name) for one in status.hosts]
     return [*workers, *hosts, *(("reward-workers", one.name) for one in status.reward_workers)]
 

@@ -5,7 +5,7 @@ recipe wants no local generation there is no worker, and the engine, if validati
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from polyrl.client import Fleet
@@ -19,6 +19,7 @@ from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
 
 NAME = "trainer"
+"""The worker of the first replica."""
 _DRAIN_S = 2.0
 _GPU_SLOTS = 256
 _CPU_SLOTS, _FEW_CPU_SLOTS = 128, 32
@@ -27,10 +28,22 @@ _PROMPT_ROOM = 512
 """Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
 
 
+def name_of(replica: int) -> str:
+    """Return the name of a replica's worker."""
+    return NAME if replica == 0 else f"{NAME}-{replica}"
+
+
+def names(recipe: Recipe) -> list[str]:
+    return [name_of(replica) for replica in range(recipe.train.replicas)]
+
+
 @asynccontextmanager
-async def started_engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalEngine | None]:
-    """Run an engine on the trainer's own device; None if it never generates."""
-    if not models.uses_engine(recipe):
+async def started_engine(
+    recipe: Recipe, policy: Policy, *, generates: bool | None = None
+) -> AsyncIterator[LocalEngine | None]:
+    """Run an engine on the trainer's own device; None if it never generates: neither for the fleet nor, on the first
+    replica, for validation."""
+    if not (models.uses_engine(recipe) if generates is None else generates):
         yield None
         return
     models.free_device()  # steps of the log may have been trained: an engine's cache is sized by what is free
@@ -80,14 +93,28 @@ async def joined(
     if engine is None or not recipe.train.local_generation:
         yield None
         return
-    options = WorkerOptions(NAME, is_local=True, relays=False, drain_deadline_s=_DRAIN_S)
-    agent = WorkerAgent(engine, dialer, options, set_duty=devices.set_duty)
+    # An open round would give it samples that it cannot write, or sign, yet.
+    async with working(dialer, engine, devices, NAME, fleet.until_published) as task:
+        yield task
 
+
+@asynccontextmanager
+async def working(
+    dialer: Dialer,
+    engine: LocalEngine,
+    devices: Devices,
+    name: str,
+    until_ready: Callable[[], Awaitable[None]] | None = None,
+) -> "AsyncIterator[asyncio.Task[Left]]":
+    """Run a worker on a replica's devices, from `until_ready` on."""
+    options = WorkerOptions(name, is_local=True, relays=False, drain_deadline_s=_DRAIN_S)
+    agent = WorkerAgent(engine, dialer, options, set_duty=devices.set_duty)
     has_joined = False
 
     async def live() -> Left:
         nonlocal has_joined
-        await fleet.until_published()  # an open round would give it samples that it cannot write, or sign, yet
+        if until_ready is not None:
+            await until_ready()
         has_joined = True
         return await agent.run()
 

@@ -159,7 +159,7 @@ def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
         elements = shape.hidden * shape.num_layers + layer
     else:
         elements = layer * shape.num_layers
-    ranks = recipe.train.ranks
+    ranks = recipe.train.ranks // recipe.train.replicas
     part, has_masters = num // ranks, width == 2 or ranks > 1
     copy = width * num if ranks == 1 or uses_engine(recipe) else 0  # of several ranks, rank zero's for its engine
     if recipe.lora.rank and ranks > 1:

@@ -33,11 +33,13 @@ from polyrl.config.plugins import look_in
 from polyrl.config.recipe import Recipe
 from polyrl.errors import RankLost, UserError, one_line
 from polyrl.run import nodes, processes
+from polyrl.run.event_loop import run_loop
 
 if TYPE_CHECKING:
     from polyrl.run.rank_watch import RankWatch
     from polyrl.trainer.leading import Leader, Learner, RankShards
     from polyrl.trainer.ranks import RankInfo, Ranks
+    from polyrl.trainer.replicas import FarReplica
 
 log = logging.getLogger("polyrl.train")
 
@@ -106,17 +108,32 @@ class OtherRanks:
         self._leader: Leader | None = None
         self.shares_run_dir = False
         self._first_victim_at: float | None = None
+        self._is_led = False
+        self._far: list[FarReplica] = []
 
     def check(self) -> None:
         """Raises RankLost when a rank has ended: nobody watches them before the run begins."""
         if (lost := self._gone()) is not None:
             raise lost
 
-    def lead(self, learner: "Learner") -> "Leader":
+    def lead(self, learner: "Learner") -> "Leader | None":
+        """Lead the ranks that share rank zero's copy of the model; None if it has one to itself."""
         from polyrl.trainer.leading import Leader
 
-        self._leader = Leader(self.ranks, learner, self.why)
+        self._is_led = True
+        if self.ranks.replica.size > 1:
+            self._leader = Leader(self.ranks.replica, learner, self.why)
         return self._leader
+
+    def far_replicas(self) -> "list[FarReplica]":
+        """The other replicas, each as its first rank."""
+        from polyrl.run import local_worker
+        from polyrl.trainer.replicas import FarReplica
+
+        if not self._far:
+            lines = self.ranks.lines
+            self._far = [FarReplica(lines[at], local_worker.name_of(at), self.why) for at in sorted(lines)]
+        return self._far
 
     def restore(self, learner: "Learner", folder: Path, tensors: Mapping[str, Any]) -> None:
         """Load a checkpoint at all ranks: the others do it as soon as they have loaded their models."""
@@ -131,7 +148,7 @@ class OtherRanks:
 
         if not self.shares_run_dir or self._leader is None:
             return None
-        return RankShards(self._leader, self._run_dir, self.ranks.size)
+        return RankShards(self._leader, self._run_dir, self.ranks.replica.size)
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises RankLost when a rank has ended."""
@@ -165,15 +182,18 @@ class OtherRanks:
 
     def close(self) -> None:
         """Tell the others to stop; end those that do not hear it."""
+        until = time.monotonic() + _GRACE_S
         if self._gone() is not None:
             self._break_off()
-        elif self._leader is not None:
-            self._leader.stop()
+        else:
+            for one in self._far:
+                one.stop(max(0.0, until - time.monotonic()))
+            if self._leader is not None:
+                self._leader.stop()
         if self._watch is not None:
-            self._watch.close(is_over=self._leader is not None)
-        until = time.monotonic() + _GRACE_S
+            self._watch.close(is_over=self._is_led)
         for process in self._started:
-            if self._leader is None:
+            if not self._is_led:
                 process.kill()
             try:
                 process.wait(max(0.0, until - time.monotonic()))
@@ -215,13 +235,11 @@ def assembled(
             if watch is not None:
                 setup = msgspec.structs.replace(setup, watch_port=watch.port, watch_key=watch.key)
             ranks.broadcast(msgspec.msgpack.encode(setup))
-            ranks.use(device)
+            ranks.use(device, recipe.train.replicas)
             other_ranks = OtherRanks(ranks, run_dir, started, watch)
             other_ranks.shares_run_dir = sharded.is_shared(run_dir, ranks)
             if not other_ranks.shares_run_dir:
-                log.warning(
-                    "%s: not all nodes see it: rank zero gathers every checkpoint, and writes it alone", run_dir
-                )
+                log.warning("%s: not all nodes see it: rank zero gathers checkpoints, and writes them alone", run_dir)
             yield other_ranks
         except RuntimeError as error:
             gone = (lambda: _ended(run_dir, started)) if other_ranks is None else other_ranks._gone
@@ -314,7 +332,7 @@ def _start(run_dir: Path, info: "RankInfo") -> "subprocess.Popen[bytes]":
 def follow(info: "RankInfo") -> int:
     """Run a rank other than zero. It logs its errors; rank zero reports them to the user."""
     from polyrl.engines.builtin.config import choose_device
-    from polyrl.run import models
+    from polyrl.run import models, replica
     from polyrl.trainer import leading
     from polyrl.trainer.ranks import Ranks
     from polyrl.trainer.state import restoring, sharded
@@ -334,14 +352,18 @@ def follow(info: "RankInfo") -> int:
             from polyrl.run.rank_watch import Attendance
 
             Attendance(info.host, setup.watch_port, setup.watch_key, info)
-        ranks.use(choose_device(recipe.model.device))
+        ranks.use(choose_device(recipe.model.device), recipe.train.replicas)
         is_shared = sharded.is_shared(run_dir, ranks)
         learner = models.load_learner(recipe, ranks)
         if setup.checkpoint is not None:
             restoring.restore(learner, ranks, Path(setup.checkpoint), is_shared=is_shared)
         log.info("rank %d of %d is ready, on %s", info.rank, info.size, ranks.device)
-        writer = ShardWriter(run_dir, ShardFile(info.rank, info.size)) if is_shared else None
-        leading.follow(ranks, learner, writer)
+        if ranks.replica_number > 0 and ranks.replica.rank == 0:
+            run_loop(replica.ReplicaProcess(recipe, ranks, learner).run())
+        else:
+            writes = is_shared and ranks.replica_number == 0  # other replicas hold the same
+            writer = ShardWriter(run_dir, ShardFile(info.rank, ranks.replica.size)) if writes else None
+            leading.follow(ranks.replica, learner, writer)
     except (UserError, OSError) as error:
         log.error("%s", error)
         return 1

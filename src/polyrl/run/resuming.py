@@ -21,8 +21,10 @@ from polyrl.run.plan import fit
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.supervising import first_of, until_interrupted
 from polyrl.trainer.leading import Learner
+from polyrl.trainer.replicas import EveryReplica
 from polyrl.trainer.state import checkpoint
 from polyrl.trainer.state.saving import tidy
+from polyrl.trainer.step_stats import Steps
 
 
 class Resumed(NamedTuple):
@@ -85,7 +87,9 @@ async def _train_again(
     shards = None if other_ranks is None else other_ranks.shards
     saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, point.state, gather, point, shards)
     try:
-        again = checkpoints.train_again(point, learner.steps if leader is None else leader, saver, run_dir)
+        steps: Steps = learner.steps if leader is None else leader
+        far = [] if other_ranks is None else other_ranks.far_replicas()
+        again = checkpoints.train_again(point, EveryReplica(steps, far) if far else steps, saver, run_dir)
         await first_of(again, [one.failed() for one in (other_ranks, saver) if one is not None])
         await saver.finish()
     finally:

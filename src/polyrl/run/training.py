@@ -51,8 +51,14 @@ from polyrl.trainer.leading import Learner
 from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.loop import Loop, NothingCameError
 from polyrl.trainer.publishing import Publishing
+from polyrl.trainer.replicas import EveryReplica, Replicas
 from polyrl.trainer.state.saving import Saver
+from polyrl.trainer.step_stats import Steps
 from polyrl.weights.server import WeightServer
+from polyrl.wire.credentials import read_token_file
+
+_STOP_S = 5.0
+"""How long other replicas are waited for when the run is over."""
 
 
 class LiveRun(NamedTuple):
@@ -125,7 +131,8 @@ class Training:
         self._recipe, self._run_dir, self._learner, self._tasks, self._tls = recipe, run_dir, learner, tasks, tls
         self._point, self._other_ranks, self._companion, self._watch = point, other_ranks, companion, watch
         self._leader = None if other_ranks is None else other_ranks.lead(learner)
-        self._steps = learner.steps if self._leader is None else self._leader
+        self._steps: Steps = learner.steps if self._leader is None else self._leader
+        self._far = [] if other_ranks is None else other_ranks.far_replicas()
         self._first_step = 0 if point is None else point.next_step
         self._stack = AsyncExitStack()
 
@@ -150,6 +157,9 @@ class Training:
                 contextlib.closing(Devices(engine, generates=bool(recipe.train.local_generation)))
             )
             own = await stack.enter_async_context(local_worker.joined(recipe, dial(), fleet, engine, devices))
+            replicas = Replicas(self._steps, devices, self._far, local_worker.NAME if self._far else "")
+            stack.push_async_callback(replicas.stop, _STOP_S)
+            await replicas.join_run(address.url, read_token_file(run_dir / "admin.token"))
             started = await stack.enter_async_context(workers.started(recipe, run_dir, address))
             playing = await stack.enter_async_context(hosts.started(recipe, run_dir, address))
             reporter = await stack.enter_async_context(
@@ -160,7 +170,7 @@ class Training:
             publishing = self._make_publishing(server, engine, fleet)
             validate = validator(recipe, engine, devices, self._tasks, reporter, fleet, saver, desks)
             prompts = self._tasks.tokens
-            loop = Loop(recipe, fleet, self._steps, devices, publishing, prompts, reporter, validate, saver)
+            loop = Loop(recipe, fleet, replicas, publishing, prompts, reporter, validate, saver)
             reporter.begin(fleet)
             if self._point is not None:  # the next --resume begins with what fits now
                 checkpoints.write_recipe(run_dir, recipe)
@@ -169,7 +179,7 @@ class Training:
                 await stack.enter_async_context(meanwhile(self._companion(live)))
             failing = [one for one in (manager, self._other_ranks, saver, self._tasks) if one is not None]
             news = reporter.news(fleet, started, playing, self._tasks)
-            async with connecting.dismissed_at_the_end(fleet, dial()), meanwhile(*news):
+            async with connecting.dismissed_at_the_end(recipe, fleet, dial()), meanwhile(*news):
                 await workers.until_joined(recipe, fleet, started)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)
 
@@ -201,7 +211,8 @@ class Training:
         if self._point is None:
             return
         assert saver is not None, "a run that keeps no checkpoints has none to resume from"
-        again = checkpoints.train_again(self._point, self._steps, saver, self._run_dir)
+        steps = EveryReplica(self._steps, self._far) if self._far else self._steps
+        again = checkpoints.train_again(self._point, steps, saver, self._run_dir)
         await first_of(again, [one.failed() for one in (manager, self._other_ranks, saver) if one is not None])
 
     async def _write_down_that_it_begins(self, saver: Saver | None) -> None:

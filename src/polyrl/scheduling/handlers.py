@@ -29,6 +29,7 @@ from polyrl.scheduling.parts import (
     rounds,
     scoring,
     steps,
+    turns,
 )
 
 # Samples
@@ -240,11 +241,11 @@ def _drain_requested(desk: Desk, event: e.DrainRequested, now: Seconds) -> None:
 
 def _groups_taken(desk: Desk, event: e.GroupsTaken, now: Seconds) -> None:
     if rounds.groups_taken(desk, event.step, event.groups):
-        steps.training_began(desk, event.step, now)
+        steps.training_began(desk, event.step, event.worker, now)
 
 
 def _micro_batch_trained(desk: Desk, event: e.MicroBatchTrained, now: Seconds) -> None:
-    steps.training_paused(desk, event.step, now)
+    steps.training_paused(desk, event.step, event.worker, now)
 
 
 def _group_rejected(desk: Desk, event: e.GroupRejected, now: Seconds) -> None:
@@ -340,6 +341,7 @@ def _driver_resumed(desk: Desk, event: e.DriverResumed, now: Seconds) -> None:
     left_at = max(now - max(0.0, event.away_s), desk.before)  # it was there when it last told us something
     membership.nobody_was_late(desk, event.away_s, event.grace_s, left_at, now)
     steps.stand_still(desk, now - left_at, now)
+    turns.skip(desk, max(0.0, event.away_s))
     leases.skip_numbers(desk)
 
 
@@ -393,8 +395,7 @@ def _give_up_waiting(desk: Desk, wait: Wait, now: Seconds) -> None:  # noqa: C90
         case "balance":
             balancing.balance(desk, now)
         case "turn" | "episode":
-            what = "its environment's move" if name == "turn" else "it"
-            episodes.over_time(desk, desk.samples[key], f"{what} took too long", now)  # type: ignore[index]
+            episodes.time_is_up(desk, desk.samples[key], name, now)  # type: ignore[index]
         case "host_drain":
             episodes.drain_is_over(desk, key, now)
         case _:
@@ -404,6 +405,7 @@ def _give_up_waiting(desk: Desk, wait: Wait, now: Seconds) -> None:  # noqa: C90
 Handler = Callable[[Desk, Any, Seconds], None]
 HANDLERS: Mapping[type, Handler] = {
     e.CallMade: episodes.call_made,
+    e.CallRepeated: episodes.call_repeated,
     e.DrainRequested: _drain_requested,
     e.DriverResumed: _driver_resumed,
     e.DutyChanged: _duty_changed,

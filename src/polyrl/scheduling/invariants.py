@@ -233,8 +233,10 @@ def _check_episode(desk: Desk, sample: TrackedSample) -> None:
     is_episode = group.step != ASKED and bool(desk.environment_of(group.domain))
     if is_hosted != (is_episode and state in RUNNING[1:]):
         raise LawViolation(f"{_name(sample)} is {state} at host {sample.host}")
-    if (("episode", sample.id) in waits) != is_hosted:
-        raise LawViolation(f"{_name(sample)} is played and never given up, or the other way round")
+    if ("episode", sample.id) in waits and not is_hosted:
+        raise LawViolation(f"{_name(sample)} is not played, and given up when it has been played too long")
+    if is_hosted and sample.id not in desk.state.playtimes:
+        raise LawViolation(f"{_name(sample)} is played without a clock")
     if (("turn", sample.id) in waits) != (state == "playing"):
         raise LawViolation(f"{_name(sample)} is {state}, and its environment's move is waited for, or not")
     if is_hosted and sample.call_start > sample.num_tokens:

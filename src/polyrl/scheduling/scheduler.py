@@ -21,7 +21,7 @@ from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.ledger import Ledger
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.handlers import HANDLERS
-from polyrl.scheduling.parts import devices, episodes, leases, membership, rounds, scoring, steps
+from polyrl.scheduling.parts import devices, episodes, leases, membership, rounds, scoring, steps, turns
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -48,6 +48,8 @@ class Scheduler:
 
     def adopt(self, rules: int) -> None:
         """Decide by newer rules from now on. Earlier decisions stay."""
+        if self.rules < turns.LEARNED_SINCE <= rules:
+            turns.adopt(self.desk, self._now)
         self.desk.state.rules = max(self.rules, rules)
 
     @property

@@ -7,12 +7,14 @@ calls together are the workload's. It leaves out what a tool's result says, and 
 """
 
 from itertools import accumulate
+from math import sqrt
+from statistics import NormalDist
 
 from msgspec import Struct
 
 from polyrl.ids import Seconds
 from polyrl.scheduling.rules.lengths import interpolate
-from polyrl.sim.draws import exponential, unit
+from polyrl.sim.draws import exponential, normal, unit
 from polyrl.sim.reward_model import ModelledRewards
 from polyrl.sim.scenario import SimDomainSection, SimEnvironmentSection
 
@@ -22,6 +24,8 @@ _TOOL_STREAM = 0x52
 _FAILURE_STREAM = 0x53
 _FAILED_AFTER_STREAM = 0x54
 _REPLAY_STREAM = 0x55
+_TASK_STREAM = 0x56
+_NORMAL = NormalDist()
 
 EpisodeKey = tuple[int, int, int, int]
 """Domain, prompt, visit and index."""
@@ -65,7 +69,7 @@ class EnvironmentModel:
         wanted = interpolate(environment.call_quantiles, unit(self._seed, _CALLS_STREAM, *key))
         num_calls = max(1, min(total_tokens, round(wanted)))
         tools = [
-            interpolate(environment.tool_quantiles, unit(self._seed, _TOOL_STREAM, *key, call))
+            interpolate(environment.tool_quantiles, self._tool_draw(key, call, environment.tool_correlation))
             for call in range(num_calls - 1)
         ]
         scoring_s, correct = self._rewards.natural(*key)
@@ -86,6 +90,14 @@ class EnvironmentModel:
     def is_the_same(self, key: EpisodeKey, attempt: int, call: int) -> bool:
         """Whether another attempt makes a call with the prompt that it had before. The first has no result in it."""
         return call == 0 or unit(self._seed, _REPLAY_STREAM, *key, attempt, call) < self._of(key).replay_share
+
+    def _tool_draw(self, key: EpisodeKey, call: int, correlation: float) -> float:
+        own = unit(self._seed, _TOOL_STREAM, *key, call)
+        if correlation == 0.0:
+            return own
+        of_task = normal(self._seed, _TASK_STREAM, *key[:2])
+        score = _NORMAL.inv_cdf(min(1.0 - 1e-9, max(1e-9, own)))
+        return _NORMAL.cdf(sqrt(correlation) * of_task + sqrt(1.0 - correlation) * score)
 
     def _ends(self, key: EpisodeKey, num_calls: int, total_tokens: int) -> tuple[int, ...]:
         """Split the tokens at random: a token for each call, the others by exponential weights."""

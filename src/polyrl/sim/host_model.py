@@ -5,8 +5,9 @@ prompt that it had, is answered from the record at once; one that is held in par
 later ones are thrown away.
 
 Rules it keeps: an attempt that is over says nothing more, whatever its timers do. A host that dies takes its attempts
-with it and nothing else. It leaves out messages that are lost on the way, hosts that hang, and the load of a host: a
-tool takes as long as the scenario says, however many there are.
+with it and nothing else. A host that hangs is there and none of its episodes moves any more, until it is given up or
+dies. It leaves out messages that are lost on the way, and the load of a host: a tool takes as long as the scenario
+says, however many there are.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from polyrl.sim.machines import Agenda
 from polyrl.sim.scenario import Scenario
 
 _DEATH_STREAM = 0x60
+_HANG_STREAM = 0x61
 
 Tell = Callable[[e.Event], None]
 CountTokens = Callable[[SampleId], int]
@@ -53,6 +55,7 @@ class SimHost:
     def __init__(self, name: HostName, incarnation: Incarnation, environment: str) -> None:
         self.name, self.incarnation, self.environment = name, incarnation, environment
         self.attempts: dict[SampleId, SimAttempt] = {}
+        self.hangs = False
 
 
 class SimAttempt:
@@ -77,7 +80,7 @@ class HostModel:
         count_tokens: CountTokens,
     ) -> None:
         self._section = scenario.hosts
-        self._max_new_tokens = scenario.run.max_new_tokens
+        self._max_new_tokens, self._max_calls = scenario.run.max_new_tokens, scenario.environments.max_calls
         self._names = [domain.name for domain in scenario.domains if domain.environment is not None]
         self._seed = seed
         self._agenda = agenda
@@ -105,6 +108,12 @@ class HostModel:
         if section.mean_life_s is not None:
             lives_s = exponential(section.mean_life_s, self._seed, _DEATH_STREAM, key_of(name), life)
             self._agenda.later(lives_s, lambda: self._leave(host, "its process died"))
+        if section.mean_time_to_hang_s is not None:
+            works_s = exponential(section.mean_time_to_hang_s, self._seed, _HANG_STREAM, key_of(name), life)
+            self._agenda.later(works_s, lambda: self._hang(host))
+
+    def _hang(self, host: SimHost) -> None:
+        host.hangs = True
 
     def _leave(self, host: SimHost, reason: str) -> None:
         if self._hosts.get(host.name) is not host:
@@ -143,12 +152,12 @@ class HostModel:
 
     def _go_on(self, attempt: SimAttempt, call: int) -> None:
         """Have an environment make its next move: a call, or its end."""
-        if attempt.is_over:
+        if attempt.is_over or attempt.host.hangs:
             return
         episode = self.episodes[attempt.sample]
         if attempt.fails_before == call:
             self._finish(attempt, episode, "failed")
-        elif call == len(episode.script.ends):
+        elif call == len(episode.script.ends) or 0 < self._max_calls <= call:
             self._finish(attempt, episode, "scored")
         else:
             self._call(attempt, episode, call)
@@ -161,6 +170,8 @@ class HostModel:
             held = start
         episode.call = call
         if call < episode.num_answered or held >= self._max_new_tokens:
+            if call < episode.num_answered:
+                self._tell(e.CallRepeated(attempt.sample, attempt.number))
             self._answered(attempt, episode)
         else:
             end = self._max_new_tokens
@@ -180,7 +191,8 @@ class HostModel:
 
     def _finish(self, attempt: SimAttempt, episode: SimEpisode, outcome: EpisodeOutcome) -> None:
         del attempt.host.attempts[attempt.sample]
-        episode.num_tokens = episode.script.ends[-1]
+        num_calls = len(episode.script.ends)
+        episode.num_tokens = episode.script.start(min(self._max_calls or num_calls, num_calls))
         episode.correct = episode.script.correct
         self._tell(e.EpisodeEnded(attempt.sample, attempt.number, outcome, episode.num_tokens))
 

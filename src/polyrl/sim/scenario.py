@@ -146,6 +146,9 @@ class SimEnvironmentSection(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[probability, calls of an episode], both rising."""
     tool_quantiles: list[tuple[Share, NotNegative]] = field(default_factory=lambda: [(0.0, 1.0), (1.0, 1.0)])
     """[probability, seconds] from an answer to the next call, both rising."""
+    tool_correlation: Share = 0.0
+    """How much alike a task's tools are: the share of their time's normal score that is the task's (Gaussian copula).
+    0: each tool's time is its own."""
     tool_tokens: Count = 200
     """Tokens that the result of a tool adds to the prompt of the next call. They are given, not drawn."""
     begin_s: NotNegative = 1.0
@@ -172,6 +175,8 @@ class SimHostsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Of a process."""
     mean_life_s: Positive | None = None
     """Mean seconds from a process' start to its death; none: it does not die."""
+    mean_time_to_hang_s: Positive | None = None
+    """Mean seconds from a process' start to when none of its episodes moves any more; none: it does not hang."""
     restart_s: Positive = 20.0
     """A process that died is back after this, under its name."""
 

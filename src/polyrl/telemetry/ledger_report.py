@@ -92,6 +92,7 @@ def _became(account: Account) -> dict[str, dict[str, Any]]:
             "begun": ledger.episodes_begun,
             "ended": dict(ledger.episodes_ended),
             "calls": ledger.num_calls,
+            "hosts_hung": ledger.hosts_hung,
         },
     }
 
@@ -184,6 +185,12 @@ def _episodes(account: Account) -> Iterator[TableRow]:
     yield "episodes begun", f"{ledger.episodes_begun:,}", again
     yield from _causes(ledger.episodes_ended, "", OUTCOMES)
     yield "calls of episodes", f"{ledger.num_calls:,}", ""
+    if ledger.hosts_hung:
+        yield (
+            "hosts that hung",
+            f"{ledger.hosts_hung:,}",
+            "none of their episodes moved any more; they began again elsewhere",
+        )
 
 
 def _causes(counts: Mapping[str, int], before: str, words: Mapping[str, str]) -> Iterator[TableRow]:

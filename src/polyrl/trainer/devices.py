@@ -31,39 +31,67 @@ class Sleeper(Protocol):
     async def wake(self) -> None: ...
 
 
+class TurnClock:
+    """Whether it is training's turn, and for how long it has been. `on_change` hears of every change."""
+
+    def __init__(self, on_change: Callable[[bool], None] | None = None) -> None:
+        self._is_on = asyncio.Event()
+        self._past_s = 0.0
+        self._began = 0.0
+        self._on_change = on_change
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on.is_set()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that have been training's turn."""
+        return self._past_s + (time.monotonic() - self._began if self.is_on else 0.0)
+
+    def begin(self) -> None:
+        if not self.is_on:
+            self._began = time.monotonic()
+            self._is_on.set()
+            self._tell()
+
+    def end(self) -> None:
+        if self.is_on:
+            self._past_s = self.seconds
+            self._is_on.clear()
+            self._tell()
+
+    async def wait(self) -> None:
+        await self._is_on.wait()
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self.is_on)
+
+
 class Devices:
     """The turns of these devices. `engine` runs on them, if there is one; `generates`: it also serves the fleet, and
     takes turns with training."""
 
-    def __init__(self, engine: Sleeper | None = None, *, generates: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Sleeper | None = None,
+        *,
+        generates: bool = True,
+        on_turn: Callable[[bool], None] | None = None,
+    ) -> None:
+        """`on_turn` hears whether it is training's turn, when that changes."""
         self._engine = engine
         self._validates = False
-        self._may_train = asyncio.Event()
+        self.turn = TurnClock(on_turn)
         self._at_work = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self.duty: Duty = "training"
-        self._turns_s = 0.0
-        """The seconds of training's past turns."""
-        self._turn_began = 0.0
         self.trained_s = 0.0
         if engine is not None and generates:
             self.duty = "generating"
         else:
-            self._begin_turn()
-
-    @property
-    def turn_s(self) -> float:
-        """The seconds that have been training's turn. Seconds beyond `trained_s` had nothing to train."""
-        return self._turns_s + (time.monotonic() - self._turn_began if self._may_train.is_set() else 0.0)
-
-    def _begin_turn(self) -> None:
-        if not self._may_train.is_set():
-            self._turn_began = time.monotonic()
-            self._may_train.set()
-
-    def _end_turn(self) -> None:
-        self._turns_s = self.turn_s
-        self._may_train.clear()
+            self.turn.begin()
 
     async def set_duty(self, duty: Duty) -> None:
         """Change the turn. Returns when the devices have changed over."""
@@ -73,16 +101,12 @@ class Devices:
             if not self._validates:
                 await self._engine.sleep()
             self.duty = duty
-            self._begin_turn()
+            self.turn.begin()
             return
-        self._end_turn()
+        self.turn.end()
         async with self._at_work:
             self.duty = duty
             await self._engine.wake()
-
-    async def until_my_turn(self) -> None:
-        """Wait for training's turn. The turn may have passed again before the caller uses it."""
-        await self._may_train.wait()
 
     async def train(self, work: Callable[[], T]) -> T:
         """Run `work` in the trainer's thread, in training's turn. It must not change the weights."""
@@ -101,9 +125,9 @@ class Devices:
 
     async def _take_turn(self) -> None:
         while True:
-            await self._may_train.wait()
+            await self.turn.wait()
             await self._at_work.acquire()
-            if self._may_train.is_set():
+            if self.turn.is_on:
                 return
             self._at_work.release()
 

@@ -148,6 +148,11 @@ class Leader:
                         served[name].copy_(one)
                 yield name, one
 
+    def refresh_engine_copy(self) -> None:
+        """Copy the weights into the engine's own copy, for a replica that publishes nothing."""
+        served = dict(self._crew.policy.loaded.model.named_parameters())
+        deque(self._weights_into(served), maxlen=0)
+
     def whole_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a checkpoint, whole. Tensors that did not have to be gathered are not copies."""
         with self._all(GatherState()):

@@ -28,10 +28,10 @@ from polyrl.errors import UserError
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.trainer.batch import TrainGroup as TrainedGroup
 from polyrl.trainer.batch import TrainSample, first_sequences, is_zero_variance, shaped_reward
-from polyrl.trainer.devices import Devices
+from polyrl.trainer.replicas import Replicas
 from polyrl.trainer.reports import RejectedGroups, StepReport, make_report
 from polyrl.trainer.sequences import train_samples
-from polyrl.trainer.step_stats import Steps, StepStats
+from polyrl.trainer.step_stats import StepStats
 from polyrl.weights.server import Offer
 
 log = logging.getLogger("polyrl.trainer")
@@ -104,8 +104,7 @@ class Loop:
         self,
         recipe: Recipe,
         fleet: Fleet,
-        steps: Steps,
-        devices: Devices,
+        replicas: Replicas,
         publisher: Publisher,
         prompts: Prompts,
         events: LoopListener,
@@ -114,7 +113,7 @@ class Loop:
     ) -> None:
         """`safety` saves a step before others hear that it is done; without it, a trainer that dies loses the run.
         `validate` is also called for the version that a run resumes from, and does nothing if that one is validated."""
-        self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
+        self._recipe, self._fleet, self._replicas = recipe, fleet, replicas
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
         self._too_far: dict[str, int] = {}
@@ -179,9 +178,10 @@ class Loop:
 
     async def _step(self, step: int) -> StepReport:
         began = time.monotonic()
-        turn_before, trained_before = self._devices.turn_s, self._devices.trained_s
+        replicas = self._replicas
+        turn_before, trained_before = replicas.turn_s, replicas.trained_s
         await self._events.step_begins(step)
-        self._steps.begin(step)
+        await replicas.begin(step)
         self._rejected, self._suspected = [], Counter()
         batches, filtered = await self._train_round(step)
         if not batches and not filtered:
@@ -192,14 +192,14 @@ class Loop:
                 "and `polyrl ledger` counts it. The run can go on when that is mended"
             )
         generated = time.monotonic()
-        idle_s = self._devices.turn_s - turn_before - (self._devices.trained_s - trained_before)
-        async with self._devices.held():
-            stats = await self._devices.run(self._steps.finish)
+        idle_s = replicas.turn_s - turn_before - (replicas.trained_s - trained_before)
+        async with replicas.own.devices.held():
+            stats = await replicas.finish()
             self._note_too_far(stats)
             seconds = {
                 "total": time.monotonic() - began,
                 "generate": generated - began,
-                "train": self._devices.trained_s - trained_before,
+                "train": replicas.trained_s - trained_before,
                 "idle": max(0.0, idle_s),  # work that began in a turn may end after it
             }
             report = make_report(stats, batches, filtered, self._rejected, seconds)
@@ -228,21 +228,26 @@ class Loop:
             ) from error
 
     async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], RejectedGroups]:
-        """Train on the round's groups as they arrive. Return them by micro-batch, and the groups rejected for equal
-        rewards, including those that an earlier process rejected."""
+        """Train on the round's groups as they arrive, at whichever replica is free. Return them by micro-batch, and the
+        groups rejected for equal rewards, including those that an earlier process rejected."""
         waiting: list[Arrived] = []
         batches: list[list[list[TrainSample]]] = []
         filtered = {} if self._safety is None else await self._safety.rejected_before(step)
         groups = self._teaching(step, filtered)
         if self._recipe.train.mode == "synchronous":
             groups = _in_order(groups)
-        async for group in groups:
-            waiting.append(group)
-            if self._is_enough(waiting):
-                batches.append(await self._micro_batch(step, waiting))
-                waiting = []
-        if waiting:
-            batches.append(await self._micro_batch(step, waiting))
+        try:
+            async for group in self._replicas.beside(groups):
+                waiting.append(group)
+                if self._is_enough(waiting):
+                    batches.append(await self._start_micro_batch(step, waiting, len(batches)))
+                    waiting = []
+            if waiting:
+                batches.append(await self._start_micro_batch(step, waiting, len(batches)))
+            await self._replicas.done()
+        except BaseException:
+            await self._replicas.give_up()
+            raise
         return batches, filtered
 
     async def _teaching(self, step: int, filtered: RejectedGroups) -> AsyncIterator[Arrived]:
@@ -301,15 +306,22 @@ class Loop:
     def _is_enough(self, waiting: Sequence[Arrived]) -> bool:
         num_samples = sum(len(one.group.samples) for one in waiting)
         num_tokens = sum(_size(sample) for one in waiting for sample in one.samples)
-        return is_micro_batch(num_samples, num_tokens, self._recipe.train, self._steps.device_type)
+        return is_micro_batch(num_samples, num_tokens, self._recipe.train, self._replicas.device_type)
 
-    async def _micro_batch(self, step: int, arrived: Sequence[Arrived]) -> list[list[TrainSample]]:
+    async def _start_micro_batch(self, step: int, arrived: Sequence[Arrived], number: int) -> list[list[TrainSample]]:
+        """Start training on groups as soon as a replica is free; it goes on beside the round. `number` is that of the
+        micro-batch: a synchronous step divides them the same way every time."""
         batch = [one.samples for one in arrived]
-        await self._devices.until_my_turn()  # a group taken earlier would count as being trained
-        await self._fleet.take(*(one.group for one in arrived))
-        await self._devices.train(lambda: self._steps.add(batch))
-        await self._fleet.micro_batch_done(step)
-        await self._events.groups_trained(step, len(arrived))
+        in_turn = number if self._recipe.train.mode == "synchronous" else None
+        replica = await self._replicas.free(in_turn)  # a group taken earlier would count as being trained
+        await self._fleet.take(*(one.group for one in arrived), worker=replica.worker)
+
+        async def train() -> None:
+            await self._replicas.add(replica, batch)
+            await self._fleet.micro_batch_done(step, worker=replica.worker)
+            await self._events.groups_trained(step, len(batch))
+
+        self._replicas.start(replica, train())
         return batch
 
     def _train_samples(self, group: Group) -> list[TrainSample]:
@@ -319,6 +331,7 @@ class Loop:
         """Publish a version. Return how many seconds that took."""
         began = time.monotonic()
         offer = await self._publisher.publish(version)
+        await self._replicas.name_version(version)
         if self._safety is not None and await self._safety.offered(offer.version, offer.digest):
             log.warning(
                 "version %d is not what it was, bit for bit, after the steps were trained again on this device", version
@@ -329,6 +342,7 @@ class Loop:
             for step in range(version, min(version + self._recipe.max_staleness + 1, self._recipe.train.steps)):
                 await self._fleet.request(step)
             await self._fleet.settled()  # the local engine must not wake with a version that is unknown there
+        await self._replicas.release()
         return time.monotonic() - began
 
 
@@ -342,7 +356,7 @@ def why_enough(train: TrainSection, report: StepReport) -> str | None:
 
 def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, device_type: str) -> bool:
     """Return whether this much is worth a turn on the device. For a GPU, part of a pack takes as long as a full one."""
-    if num_tokens >= train.micro_batch_tokens * train.ranks:
+    if num_tokens >= train.micro_batch_tokens * (train.ranks // train.replicas):
         return True
     least = train.min_micro_batch_samples
     if least is None:

@@ -189,6 +189,22 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     usd: float
 
 
+class EnvironmentStatus(Struct, frozen=True, kw_only=True):
+    """An environment as a resource: how many episodes its hosts can play, and how long its turns take."""
+
+    name: str
+    places: int
+    """Episodes that its hosts are trusted with at this moment; a new host earns more with every call."""
+    playing: int
+    waiting: int
+    """Episodes that wait for a place."""
+    turn_p50_s: float | None
+    """Half of its turns ended within that; None: none has ended."""
+    turn_p99_s: float | None
+    turn_limit_s: float
+    """A turn is given up after that. Tasks with slower turns have longer, and so has a new host."""
+
+
 class RewardWorkerStatus(Struct, frozen=True, kw_only=True):
     name: str
     state: str
@@ -290,6 +306,7 @@ class Status(Struct, frozen=True, kw_only=True):
     rewards: RewardsStatus | None = None
     """None: the trainer has not reported."""
     hosts: list[HostStatus] = []
+    environments: list[EnvironmentStatus] = []
     reward_workers: list[RewardWorkerStatus] = []
 
 

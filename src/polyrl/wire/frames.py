@@ -329,6 +329,8 @@ class Took(Frame, frozen=True, tag="took"):
     seq: Natural
     step: Natural
     groups: tuple[Natural, ...]
+    worker: PeerText = ""
+    """The local worker whose devices train them; empty: all of the trainer's."""
 
 
 class Rejected(Frame, frozen=True, tag="rejected"):
@@ -346,6 +348,8 @@ class Rejected(Frame, frozen=True, tag="rejected"):
 class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
     seq: Natural
     step: Natural
+    worker: PeerText = ""
+    """The local worker whose devices had it; empty: all of the trainer's."""
 
 
 class RestartStep(Frame, frozen=True, tag="restart_step"):

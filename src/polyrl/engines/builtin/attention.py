@@ -190,11 +190,17 @@ def _attend_on_gpu(
     softcap: float | None,
 ) -> Tensor:
     from polyrl.engines.builtin.cuda import kernels
+    from polyrl.engines.builtin.cuda.verify_kernel import VerifyStep, paged_verify
 
     if softcap is not None:
         raise RuntimeError("soft-capped attention runs on the CPU only")
     rows, keys, values = (one[0].transpose(0, 1) for one in (query, key, value))
-    out = kernels.attend(rows, keys, values, module.paged_keys, module.paged_values, step, scale, window)
+    cache = (module.paged_keys, module.paged_values)
+    if isinstance(step, VerifyStep):
+        wide = kernels.EVERYTHING if window is None else window
+        out = paged_verify(rows, keys, values, *cache, *step[:3], scale, wide, step.num_tokens, step.splits)
+    else:
+        out = kernels.attend(rows, keys, values, *cache, step, scale, window)
     return out.unsqueeze(0)
 
 

@@ -109,6 +109,11 @@ class Batching:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waits_for_blocks(self) -> bool:
+        """Whether members wait although there are places for them."""
+        return bool(self._waiting) and len(self._running) < self._max_running
+
     def __contains__(self, lease: LeaseId) -> bool:
         return lease in self._running or lease in self._waiting
 

@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_SLOTS = 4096
+MAX_DRAFT = 7
 
 
 class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +36,10 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Whether running samples keep their KV cache when weights change, or recompute it."""
     in_sleep: Literal["keep", "offload"] = "keep"
     """Where weights are while a GPU's engine sleeps: where they were, or in the host's memory."""
+    speculation: Literal["auto", "always", "off"] = "auto"
+    """Verify drafts from other answers where that is measured to be faster; always, for measurements; or never."""
+    draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT)] = MAX_DRAFT
+    """Tokens of a draft at most."""
     version: Annotated[int, Meta(ge=0)] | None = 0
     """Which version the directory holds; none: it may not be used before another is installed."""
 

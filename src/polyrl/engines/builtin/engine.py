@@ -15,17 +15,19 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from polyrl.engines.builtin import bursts
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
 from polyrl.engines.builtin.config import BuiltinConfig, choose_device, fit
 from polyrl.engines.builtin.ending import Ending
 from polyrl.engines.builtin.kv_cache import KvCache
-from polyrl.engines.builtin.steps import MAX_BURST, Drawn, DrawRule, StepRunner
+from polyrl.engines.builtin.speculating import BURST_TOKENS, Speculation
+from polyrl.engines.builtin.steps import Drawn, DrawRule, StepRunner, by_sample
 from polyrl.engines.engine import (
     Capabilities,
     EngineError,
@@ -33,6 +35,7 @@ from polyrl.engines.engine import (
     EngineStats,
     Job,
     Sink,
+    Speculated,
     Weights,
     is_whole,
     why_no_tokens,
@@ -48,10 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("polyrl.engines.builtin")
 
-_BLIND_BURST, _CROWDED_BURST = 16, 8
-"""Steps between two looks at the drawn tokens, for few samples and for more than _CROWD. Tokens drawn after a sample's
-end are thrown away; with many samples that costs more than a look."""
-_CROWD = 32
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -75,6 +74,7 @@ class BuiltinEngine:
         self._cache = KvCache(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._batch = Batching(self._cache, config.slots, self._fit.chunk_tokens, self._fit.invariant_tokens)
         self._version = None if config.version is None else Version(config.version)
+        self._speculation = Speculation.find(config, is_invariant=self._fit.invariant_tokens > 0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
         self._sink: Sink | None = None
         self._given: dict[LeaseId, Job] = {}
@@ -238,16 +238,13 @@ class BuiltinEngine:
     def _why_not(self, job: Job) -> str:
         """Why the job is refused; empty when it is not."""
         assert self._loaded is not None
-        num = len(job.prompt) + len(job.so_far)
-        if why := why_not_begun(job, self._version):
+        if why := why_not_begun(job, self._version) or why_no_tokens(job, self._loaded.vocab):
             return why
         if job.sampling.stop and self._tokenizer is None:
             return f"stop strings need a tokenizer, and {self._config.model} has none that works; give stop ids"
-        if why := why_no_tokens(job, self._loaded.vocab):
-            return why
         if is_whole(job, self._max_context):
             return ""
-        if num >= self._max_context:
+        if (num := len(job.prompt) + len(job.so_far)) >= self._max_context:
             return f"prompt and answer so far are {num} tokens, and the model's context is {self._max_context}"
         if not self._batch.fits(longest := self._longest(job)):
             return f"{longest} tokens do not fit into the cache of {self._cache.num_blocks * self._cache.block_tokens}"
@@ -333,6 +330,7 @@ class BuiltinEngine:
             num_outages=int(self._trouble is not None),
             num_prefilled=batch.num_prefilled,
             num_reused=batch.num_reused,
+            speculated=Speculated() if self._speculation is None else self._speculation.counts,
         )
 
     def health(self) -> str | None:
@@ -369,22 +367,35 @@ class BuiltinEngine:
             self._sink.ended(lease, "engine_failed", why)
 
     async def _run_step(self, runner: StepRunner, chunks: list[Chunk], sink: Sink) -> None:
-        """A step, or a burst of them, which is taken in as it comes."""
+        """Run a step, or a burst of them."""
         loop = asyncio.get_running_loop()
         if self._batch.copies:
             await loop.run_in_executor(self._thread, runner.copy_blocks, self._batch.copies)
-        wanted, num_steps = _wanted(chunks), self._burst(runner, chunks)
+        wanted, num_steps = _wanted(chunks), bursts.num_steps(chunks, self._batch, shows_bursts=runner.shows_bursts)
         if not num_steps:
             drawn = await loop.run_in_executor(self._thread, runner.run, chunks, wanted)
-            self._take_in(chunks, [drawn], sink)
+            self._take_in(chunks, by_sample([drawn]), sink)
             return
         self._burst_ends = threading.Event()
         if self._num_coming:
             self._burst_ends.set()
-        run_burst = partial(runner.run_burst, chunks, wanted, num_steps, self._burst_ends)
-        if not runner.shows_bursts:
-            self._take_in(chunks, await loop.run_in_executor(self._thread, run_burst), sink)
+        speculation = self._speculation
+        if speculation is not None and speculation.should_begin(chunks):
+            num_tokens = BURST_TOKENS if self._batch.reserve(BURST_TOKENS) else num_steps
+            verify = partial(speculation.run, runner, chunks, wanted, num_tokens, self._burst_ends)
+            self._take_in(chunks, await loop.run_in_executor(self._thread, verify), sink)
             return
+        run_burst = partial(runner.run_burst, chunks, wanted, num_steps, self._burst_ends)
+        if speculation is not None:
+            run_burst = speculation.timed(chunks, run_burst)
+        if runner.shows_bursts:
+            await self._run_shown(run_burst, chunks, sink)
+        else:
+            self._take_in(chunks, by_sample(await loop.run_in_executor(self._thread, run_burst)), sink)
+
+    async def _run_shown(self, run_burst: Callable[..., list[Drawn]], chunks: list[Chunk], sink: Sink) -> None:
+        """Take a burst in as it comes."""
+        loop = asyncio.get_running_loop()
         looks: asyncio.Queue[list[Drawn] | None] = asyncio.Queue()
 
         def look(drawn: list[Drawn]) -> None:
@@ -393,38 +404,17 @@ class BuiltinEngine:
         running = loop.run_in_executor(self._thread, run_burst, look)
         running.add_done_callback(lambda _: looks.put_nowait(None))
         while (drawn := await looks.get()) is not None:
-            num_ended = self._take_in(chunks, drawn, sink)
+            num_ended = self._take_in(chunks, by_sample(drawn), sink)
             if num_ended and (self._batch.num_waiting or not self._batch.num_running):
                 self._burst_ends.set()
-        self._take_in(chunks, await running, sink)
+        self._take_in(chunks, by_sample(await running), sink)
 
-    def _burst(self, runner: StepRunner, chunks: list[Chunk]) -> int:
-        """How many steps run before we plan again: several, while all that run only decode. 0: as they come."""
-        if not all(chunk.decodes for chunk in chunks):
-            return 0
-        if runner.shows_bursts and any(member.data.job.sampling.truncates for member, _, _, _ in chunks):
-            return 0
-        # On a GPU a row that is over costs next to nothing, and a look at all of them does.
-        last = max if runner.shows_bursts else min
-        left = last(member.max_total - len(member.tokens) for member, _, _, _ in chunks)
-        waits_for_blocks = self._batch.num_waiting and self._batch.num_running < self._config.slots
-        blind = _BLIND_BURST if len(chunks) <= _CROWD else _CROWDED_BURST
-        num = min(left, MAX_BURST if runner.shows_bursts and not waits_for_blocks else blind)
-        while num > 1 and not self._batch.reserve(num):
-            num //= 2
-        return max(1, num)
-
-    def _take_in(self, chunks: list[Chunk], drawn: "list[Drawn]", sink: Sink) -> int:
+    def _take_in(self, chunks: list[Chunk], drawn: Sequence[Drawn], sink: Sink) -> int:
         """Send each sample's new tokens, without those drawn after its end. Return how many samples ended."""
         assert self._version is not None
         num_ended = 0
         self._batch.computed(chunk._replace(start=chunk.member.num_computed) for chunk in chunks)
-        tokens_of_samples = zip(*(one.tokens for one in drawn), strict=True)  # a list a step becomes a tuple a sample
-        rows = zip(tokens_of_samples, zip(*(one.logprobs for one in drawn), strict=True), strict=True)
-        for member, _, _, samples in chunks:
-            if not samples:
-                continue
-            tokens, logprobs = next(rows)
+        for member, (tokens, logprobs) in zip((one.member for one in chunks if one.samples), drawn, strict=True):
             if not member.blocks:  # it ended earlier in this burst
                 continue
             num, end = member.data.ending.find(member.tokens, tokens, member.max_total - len(member.tokens))
@@ -440,6 +430,8 @@ class BuiltinEngine:
             if end is not None:
                 num_ended += 1
                 self._batch.remove(member.lease)
+                if self._speculation is not None:
+                    self._speculation.ended(member)
                 sink.ended(member.lease, end)
         return num_ended
 

@@ -23,7 +23,7 @@ from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, AttentionStep, Pag
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
-from polyrl.engines.builtin.steps import Drawn, DrawRule, OnDrawn
+from polyrl.engines.builtin.steps import Drafted, Drawn, DrawRule, OnDrawn
 
 _WASTE_TOKENS = 1024
 """Contexts that attend together are padded to the longest. Beyond so much padding, they attend apart."""
@@ -106,13 +106,11 @@ class Runner:
         sampled = decoding.row_of_chunk.tolist()
         num_rows = num_decoding
         for alike in _runs_of_equal_count(chunks[num_decoding:]):
-            parts.append(self._prefilling(alike, num_rows))
+            parts.append(self._prefilling([(one.start, one.member.blocks) for one in alike], alike[0].count, num_rows))
             for member, start, count, samples in alike:
-                at = np.arange(start, start + count)
                 tokens.append(np.array(member.tokens[start : start + count], np.int64))
-                positions.append(at)
-                blocks = np.array(member.blocks, np.int64)
-                cells.append(blocks[at // self._block_tokens] * self._block_tokens + at % self._block_tokens)
+                positions.append(np.arange(start, start + count))
+                cells.append(self._cells(member.blocks, start, count))
                 num_rows += count
                 if samples:
                     sampled.append(num_rows - 1)
@@ -165,6 +163,39 @@ class Runner:
         )
         return list(map(Drawn, its_tokens, its_logprobs))
 
+    def prepare_rows(self, num_samples: int, rows: int) -> float:
+        return 0.0
+
+    @torch.inference_mode()
+    def verify(self, samples: Sequence[Drafted], rows: int) -> list[Drawn]:
+        """A draft's rows attend as a chunk's do, so each has the bits that it would have alone."""
+        order = sorted(range(len(samples)), key=lambda number: len(samples[number].tokens))
+        lined_up = [samples[number] for number in order]
+        parts: list[Rows] = []
+        num_rows = 0
+        for num, alike in groupby(lined_up, key=lambda one: len(one.tokens)):
+            its = [(one.start, one.blocks) for one in alike]
+            parts.append(self._prefilling(its, num, num_rows))
+            num_rows += num * len(its)
+        positions = np.concatenate([np.arange(one.start, one.start + len(one.tokens)) for one in lined_up])
+        cells = np.concatenate([self._cells(one.blocks, one.start, len(one.tokens)) for one in lined_up])
+        self._reach(int(positions.max()) + 1)
+        logits = self._logits(
+            self._made_up(np.array([token for one in lined_up for token in one.tokens], np.int64)),
+            self._made_up(positions),
+            self._made_up(cells, self._scratch * self._block_tokens),
+            tuple(parts),
+        )[:num_rows]
+        draws = self._plan([rule for one in lined_up for rule in one.rules], 1)
+        tokens, logprobs = (one.tolist() for one in sampling.draw(logits, draws._replace(uniforms=draws.uniforms[0])))
+        drawn: dict[int, Drawn] = {}
+        first = 0
+        for number, one in zip(order, lined_up, strict=True):
+            end = first + len(one.tokens)
+            drawn[number] = Drawn(tokens[first:end], logprobs[first:end])
+            first = end
+        return [drawn[number] for number in range(len(samples))]
+
     def _plan(self, wanted: Sequence[DrawRule], num_steps: int) -> sampling.Draws:
         seeds = np.array([one.seed for one in wanted], np.int64)
         positions = np.array([one.position for one in wanted], np.int64) + np.arange(num_steps)[:, None]
@@ -205,15 +236,19 @@ class Runner:
 
     # Laying out
 
-    def _prefilling(self, chunks: Sequence[Chunk], first: int) -> Rows:
-        """Chunks of as many tokens each attend together."""
-        longest = max(start + count for _, start, count, _ in chunks)
+    def _cells(self, blocks: Sequence[int], start: int, count: int) -> Numbers:
+        at = np.arange(start, start + count)
+        return np.array(blocks, np.int64)[at // self._block_tokens] * self._block_tokens + at % self._block_tokens
+
+    def _prefilling(self, its: Sequence[tuple[int, Sequence[int]]], count: int, first: int) -> Rows:
+        """Rows of `count` tokens each, from a position on and with the blocks of a context, attend together."""
+        longest = max(start for start, _ in its) + count
         padded = longest + -longest % GRAIN
         width = -(-padded // self._block_tokens)
-        table = self._table([member.blocks for member, _, _, _ in chunks], width)
-        last = np.concatenate([np.arange(start, start + count) for _, start, count, _ in chunks])
+        table = self._table([blocks for _, blocks in its], width)
+        last = np.concatenate([np.arange(start, start + count) for start, _ in its])
         gather = self._gather(table[:, :width])
-        return Rows(first, len(last), len(chunks), padded, gather, torch.from_numpy(last).unsqueeze(1), {})
+        return Rows(first, len(last), len(its), padded, gather, torch.from_numpy(last).unsqueeze(1), {})
 
     def _lay_out_decoding(self, chunks: Sequence[Chunk], num_steps: int) -> "_Decoding":
         """The longest contexts first: they are told apart by their lengths at the burst's end."""
@@ -235,7 +270,7 @@ class Runner:
         cells = table[np.arange(len(chunks)), at // self._block_tokens] * self._block_tokens + at % self._block_tokens
         return _Decoding(tokens[chunk_of_row], positions, cells, parts, chunk_of_row, np.argsort(chunk_of_row))
 
-    def _table(self, blocks: list[list[int]], width: int) -> Numbers:
+    def _table(self, blocks: Sequence[Sequence[int]], width: int) -> Numbers:
         """(rows, blocks): at least so wide."""
         table = np.full((len(blocks), max([width, *map(len, blocks)])), self._scratch, np.int64)
         for row, one in enumerate(blocks):

@@ -21,10 +21,34 @@ class DrawRule(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The tokens that a step drew: an entry for each sample whose token was wanted."""
+    """Tokens that were drawn: by a step, one of each sample whose token was wanted; or of one sample, several."""
 
     tokens: list[int]
     logprobs: list[float]
+
+
+def by_sample(drawn: Sequence[Drawn]) -> list[Drawn]:
+    """Turn an entry for each step into an entry for each sample."""
+    tokens = zip(*(one.tokens for one in drawn), strict=True)
+    logprobs = zip(*(one.logprobs for one in drawn), strict=True)
+    return [Drawn(list(its), list(theirs)) for its, theirs in zip(tokens, logprobs, strict=True)]
+
+
+class Drafted(NamedTuple):
+    """A sample whose draft is verified: a row for its newest token, and one for each token of the draft."""
+
+    tokens: list[int]
+    start: int
+    """The position of the first, in prompt and answer together."""
+    blocks: Sequence[int]
+    rule: DrawRule
+    """For the token after the first; the others have the positions that follow."""
+
+    @property
+    def rules(self) -> list[DrawRule]:
+        """How the token after each row is drawn."""
+        sampling, seed, position = self.rule
+        return [DrawRule(sampling, seed, position + number) for number in range(len(self.tokens))]
 
 
 OnDrawn = Callable[[list[Drawn]], None]
@@ -52,6 +76,17 @@ class StepRunner(Protocol):
 
         Once interrupted, by any thread, it ends with the steps already launched. A runner that shows bursts passes
         steps to `look` as they come, and returns the remaining ones.
+        """
+        ...
+
+    def prepare_rows(self, num_samples: int, rows: int) -> float:
+        """Get ready to verify drafts of so many samples, with `rows` rows of each. Returns the seconds that it took."""
+        ...
+
+    def verify(self, samples: Sequence[Drafted], rows: int) -> list[Drawn]:
+        """Compute the rows of all samples, at most `rows` of each, and draw the token after every row.
+
+        A row sees the rows before it. Returns an entry for each sample.
         """
         ...
 

@@ -152,6 +152,8 @@ def _call(run: Run, session: HostSession, frame: host_frames.MakeCall) -> None:
         raise Refused("call", f"call {frame.number} of episode {show_sample(sample.id)} while another is open")
     start = text.calls[frame.number - 1].end if frame.number else 0
     room, why = _room(run, start, len(prompt) // _ID_BYTES)
+    if 0 < (most_calls := run.desk.config.environments.max_calls) <= frame.number:
+        room, why = 0, f"all {most_calls} calls of the episode are made (environments.max_calls)"
     given = sum(len(one.tokens) for one in text.calls[: frame.number]) + len(frame.tokens)
     if room > 0 and given > _CONTEXTS_GIVEN * _ID_BYTES * _context(run):
         room, why = 0, f"the prompts of the episode have {given // _ID_BYTES} tokens in all"
@@ -187,8 +189,10 @@ def _repeat(
 ) -> None:
     """Answer a call that was made before, or go on with it."""
     text = run.payload.tokens_of(sample.id)
-    text.asked = max(text.asked, (frame.attempt, frame.number))
+    is_new, text.asked = (frame.attempt, frame.number) > text.asked, max(text.asked, (frame.attempt, frame.number))
     if known.end != OPEN:
+        if is_new and sample.state == "playing":  # it was begun again, and comes this way once more
+            run.tell(e.CallRepeated(sample.id, sample.attempt))
         to_hosts.answer(run, session, sample.id, sample.attempt, frame.number)
     elif sample.state == "playing":  # an attempt before this one got so far
         run.tell(e.CallMade(sample.id, sample.attempt, known.start, text.num_tokens, known.start + known.max_tokens))

@@ -66,11 +66,11 @@ def _state(run: Run, frame: frames.Statement) -> None:
         case frames.Scored():
             _scored(run, frame)
         case frames.Took():
-            run.tell(e.GroupsTaken(Step(frame.step), tuple(map(GroupId, frame.groups))))
+            run.tell(e.GroupsTaken(Step(frame.step), tuple(map(GroupId, frame.groups)), WorkerName(frame.worker)))
         case frames.Rejected():
             _rejected(run, frame)
         case frames.MicroBatchDone():
-            run.tell(e.MicroBatchTrained(Step(frame.step)))
+            run.tell(e.MicroBatchTrained(Step(frame.step), WorkerName(frame.worker)))
         case frames.RestartStep():
             run.tell(e.StepRestarted(Step(frame.step)))
         case frames.StepDone():

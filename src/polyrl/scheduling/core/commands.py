@@ -213,11 +213,13 @@ class ReleaseHost(CommandStruct, frozen=True, tag=True):
     why: str
 
 
-class ForgetHost(CommandStruct, frozen=True, tag=True):
+class ForgetHost(CommandStruct, frozen=True, tag=True, omit_defaults=True):
     """A host is given up: close its connection, refuse its news. Only tells."""
 
     host: HostName
     why: str
+    hangs: bool = False
+    """Its process is to end; otherwise it may join again."""
 
 
 class AddAsked(CommandStruct, frozen=True, tag=True):

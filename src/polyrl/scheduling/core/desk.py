@@ -10,14 +10,14 @@ import math
 
 from msgspec import Struct, field
 
-from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName
 from polyrl.scheduling.core.commands import Command, RoundKind
 from polyrl.scheduling.core.deadlines import Deadlines, Wait
 from polyrl.scheduling.core.fleet import FleetState
 from polyrl.scheduling.core.hosts import HostsState
 from polyrl.scheduling.core.ledger import Ledger, StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
-from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
+from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Playtime, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules import seeding, tail_batching
 from polyrl.scheduling.rules.lengths import LengthModel
 from polyrl.scheduling.rules.parallelism import ParallelismState
@@ -26,8 +26,9 @@ from polyrl.scheduling.rules.routing import Router
 from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
+from polyrl.scheduling.rules.turn_limits import TurnTimes
 
-RULES = 3
+RULES = 5
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -41,6 +42,10 @@ RULES = 3
     3    workers that have answered nothing cost no prompt and no sample while one that has is still to try it
          (failures.py), and the trainer's devices come back for what only they may write (devices.py); what a worker
          keeps and hardly goes on with is taken from it (balancing.py, membership.py)
+    4    limits of environments' turns are learned, a host that hangs is told from an episode that does, and
+         `episode_timeout_s` counts the environment's turns alone (episodes.py)
+    5    replicas train at different times: one that has nothing to train generates again while others train, or
+         while others generate and it would make their samples faster (devices.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts")
@@ -52,6 +57,9 @@ class TrainerClock(Struct):
 
     step_began_at: Seconds = 0.0
     busy_since: Seconds | None = None
+    """Since when something is trained, on any of its devices."""
+    busy: list[WorkerName] = []
+    """The local workers whose devices train a micro-batch; the empty name stands for all."""
     idle_since: Seconds | None = None
     """Since when its devices are there to train and nothing is."""
     wait_train_s: Seconds = 0.0
@@ -91,6 +99,13 @@ class State(Struct):
     scaling: ScalingState = field(default_factory=ScalingState)
     fleet: FleetState = field(default_factory=FleetState)
     hosts: HostsState = field(default_factory=HostsState)
+    playtimes: dict[SampleId, Playtime] = {}
+    """Of episodes that were begun and have not ended."""
+    turns: dict[int, TurnTimes] = {}
+    """By domain, how long its environment's turns take."""
+    durations: LengthModel = field(default_factory=LengthModel)
+    """How long episodes take, ended or stopped, in hundredths of a second. Only kept for `episode_length` in seconds
+    with adaptive factors."""
     samples: dict[SampleId, TrackedSample] = {}
     groups: dict[GroupId, TrackedGroup] = {}
     rounds: dict[Step, Round] = {}
@@ -157,6 +172,10 @@ class Desk:
         self.hosts = state.hosts
         self.num_domains = len(config.domains)
         self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
+        self.times_episodes = config.rounds.adaptive and all(
+            tail_batching.is_timed(config.rounds, domain) for domain in config.domains
+        )
+        """Factors are chosen from how long episodes take."""
         self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
         self.scores_due = False
         """Answers wait for their rewards and a place is free."""

@@ -216,6 +216,13 @@ class CallMade(EventStruct, frozen=True, tag=True):
     """The call ends at this many tokens of the episode."""
 
 
+class CallRepeated(EventStruct, frozen=True, tag=True):
+    """An environment that was begun again asked what it had asked before; the driver held the answer, and gave it."""
+
+    sample: SampleId
+    attempt: int
+
+
 class EpisodeEnded(EventStruct, frozen=True, tag=True):
     """An environment is done with an episode: it has a reward, or failed."""
 
@@ -271,6 +278,8 @@ class GroupsTaken(EventStruct, frozen=True, tag=True):
 
     step: Step
     groups: tuple[GroupId, ...]
+    worker: WorkerName = WorkerName("")
+    """The local worker whose devices train it; empty: all that the trainer has."""
 
 
 class GroupRejected(EventStruct, frozen=True, tag=True):
@@ -284,6 +293,8 @@ class GroupRejected(EventStruct, frozen=True, tag=True):
 
 class MicroBatchTrained(EventStruct, frozen=True, tag=True):
     step: Step
+    worker: WorkerName = WorkerName("")
+    """The local worker whose devices trained it; empty: all that the trainer has."""
 
 
 class StepRestarted(EventStruct, frozen=True, tag=True):
@@ -379,6 +390,7 @@ Event = (
     | VersionReplaced
     | RoundRequested
     | CallMade
+    | CallRepeated
     | EpisodeEnded
     | HostJoined
     | HostLeft

@@ -138,6 +138,8 @@ class Worker(Struct):
     """How often its engine died with samples since its last answer."""
     unheard: bool = False
     """The driver was away, and has not heard of it since: its seconds from then on are not in the ledger yet."""
+    idle_since: Seconds | None = None
+    """Of a local worker: since when its devices are there to train and have nothing."""
     validating: bool = False
     """The trainer validates on its devices."""
     leaves_at: Seconds | None = None

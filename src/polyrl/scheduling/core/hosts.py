@@ -27,6 +27,9 @@ class Host(Struct):
     draining: bool = False
     earned: int = FIRST_EPISODES
     """Episodes that it is trusted with."""
+    moved_at: Seconds | None = None
+    """When an episode of it last made a call or ended; None: none has."""
+    joined_at: Seconds = 0.0
     num_faults: int = 0
     """Episodes that it failed and another host played to their end, since it last did so itself."""
 

@@ -141,6 +141,8 @@ class Ledger(Struct):
     episodes_begun: int = 0
     episodes_ended: dict[str, int] = {}
     """By outcome. Episodes that were stopped, or lost with their host, are in neither."""
+    hosts_hung: int = 0
+    """Hosts that were given up because none of their episodes moved any more."""
     num_calls: int = 0
     hosts: dict[HostName, HostLine] = {}
 

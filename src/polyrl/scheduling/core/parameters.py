@@ -53,6 +53,9 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """At most this many refills in a round, as a share of its prompts."""
     min_group_samples: AtLeastOne = 2
     """A group that lost samples to failures is still trained with at least this many."""
+    episode_length: Literal["tokens", "seconds"] = "tokens"
+    """What makes an episode long for `predicted` and `adaptive`: its drawn tokens, or the time from its beginning to
+    its end. A race is decided by who ends first either way, and a single answer's length is its tokens."""
 
     def __post_init__(self) -> None:
         if self.adaptive and self.tail_batching in ("designated", "predicted"):
@@ -142,8 +145,16 @@ class EnvironmentRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long we wait for an environment, and how often an episode is begun; docs/concepts/episodes.md."""
 
     turn_timeout_s: Positive = 600.0
-    """From an answer to the next call, or to the end."""
+    """From an answer to the next call, or to the end. The most that a learned limit may become."""
+    learn_turn_timeouts: bool = True
+    """Learn a shorter limit from the turns that ended (rules/turn_limits.py)."""
+    least_turn_timeout_s: Positive = 30.0
+    """The least that a learned limit may become; `turn_timeout_s`, where that is less."""
     episode_timeout_s: Positive = 3600.0
+    """Of all turns of an episode together. What the policy takes for its answers, and waits for it, are not counted."""
+    max_calls: Count = 0
+    """Calls of an episode: the next one is answered as one without room is, and the environment can end and pay.
+    0: as many as its tokens allow."""
     timeout_reward: Annotated[float, Meta(ge=-1e9, le=1e9)] = 0.0
     """The reward of an episode that took too long after it was answered at least once: the policy may be the cause."""
     max_attempts: AtLeastOne = 3

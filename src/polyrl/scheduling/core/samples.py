@@ -76,6 +76,28 @@ class TrackedSample(Struct, gc=False):
     """How often its host was lost since a call of it was last answered."""
 
 
+class Playtime(Struct, gc=False):
+    """The time of an episode that a host plays, beside its sample."""
+
+    began_at: Seconds
+    """When its present attempt began."""
+    turn_began_at: Seconds
+    """Since when its environment has the move, or when it last had it."""
+    limit_s: Seconds = 0.0
+    """How long that turn may take."""
+    played_s: Seconds = 0.0
+    """What the turns before took, in this attempt."""
+    took_s: Seconds | None = None
+    """From its beginning to its end, if it was begun once: what it repeats is no measure."""
+    num_hangs: int = 0
+    """How often it stood still at a host that hung."""
+
+    def skip(self, seconds: Seconds) -> None:
+        """Leave out a time in which nobody could be heard."""
+        self.began_at += seconds
+        self.turn_began_at += seconds
+
+
 class TrackedGroup(Struct, gc=False):
     id: GroupId
     step: Step

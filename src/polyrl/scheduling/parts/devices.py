@@ -7,11 +7,13 @@ Each step starts with local workers generating. They stop, hand their samples ov
 They generate again when the step is trained, unless the next round is complete by then, and in mid-step when samples
 wait and no other worker can take them, or when there has been nothing to train for a while. Zero remote workers is a
 normal state: then they generate the whole round.
+
+A trainer of several replicas has a local worker for each. Each one turns by itself: some train while others generate.
 """
 
 import math
 
-from polyrl.ids import Seconds
+from polyrl.ids import Seconds, WorkerName
 from polyrl.scheduling.core.commands import StartGenerating, StartTraining
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker, settle
@@ -83,7 +85,6 @@ def review(desk: Desk, now: Seconds) -> None:
     if not local:
         return
     round_ = oldest_round(desk)
-    why = _why_generate(desk, round_, now) if any(worker.duty == "training" for worker in local) else None
     for worker in local:
         if worker.duty == "stopping" and not worker.leases:
             _switch(desk, worker, "to_training", "its samples are handed over", now)
@@ -91,7 +92,7 @@ def review(desk: Desk, now: Seconds) -> None:
             _switch(desk, worker, "to_training", "nothing is left for it to generate", now)
         elif worker.duty == "generating" and worker.leases and round_ is not None and round_.closed_at is not None:
             stop_generating(desk, worker, "the step's round is complete, and these samples are of later ones", now)
-        elif worker.duty == "training" and why is not None:
+        elif worker.duty == "training" and (why := _why_generate(desk, worker, round_, now)) is not None:
             _switch(desk, worker, "to_generating", why, now)
             _renew_window(desk, round_, now)
     if round_ is not None:
@@ -119,17 +120,18 @@ def _has_nothing_to_generate(desk: Desk, worker: Worker, round_: Round, now: Sec
     return now - worker.since >= _LOOKS * desk.config.routing.balance_interval_s or not desk.config.routing.balance
 
 
-def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
-    """Why devices that train should generate, or None."""
+def _why_generate(desk: Desk, worker: Worker, round_: Round | None, now: Seconds) -> str | None:
+    """Why the devices of a worker that train should generate, or None."""
     state = desk.state
-    if state.clock.busy_since is not None:
+    if state.clock.busy_since is not None and (state.rules < 5 or _is_busy(desk, worker)):
         return None
     if round_ is None:
         seeds = desk.config.seeding.mode != "off" or state.fleet.num_remote == 0
         return "the step is trained" if seeds else None
     if round_.closed_at is not None:
         return None
-    if state.clock.train_s == 0.0 and now < _window_end(desk, round_):
+    is_alone = state.rules < 5 or _nobody_generates(desk)
+    if state.clock.train_s == 0.0 and now < _window_end(desk, round_) and is_alone:
         if round_.num_waiting:
             return "the step begins and samples wait"
         if state.published < round_.step:
@@ -140,11 +142,37 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
         return "samples wait and no other worker is there"
     if failures.waits_for_another(desk, round_):
         return "samples wait that every other worker has failed"
-    idle = state.clock.idle_since
+    idle = state.clock.idle_since if is_alone else worker.idle_since
     if idle is None or now - idle < desk.config.hand_back.come_back_after_s:
         return None
-    crowded = round_.num_waiting > 0 or round_.num_leased > _CROWD * num_taking
+    crowded = round_.num_waiting > 0
+    crowded = crowded or (round_.num_leased > _CROWD * num_taking if is_alone else _would_help(desk))
     return f"the fleet has much to do, and nothing was there to train for {now - idle:.0f} s" if crowded else None
+
+
+def _is_busy(desk: Desk, worker: Worker) -> bool:
+    return worker.name in desk.state.clock.busy or "" in desk.state.clock.busy
+
+
+def _nobody_generates(desk: Desk) -> bool:
+    return all(one.duty in ("training", "to_training") for one in desk.state.fleet.local())
+
+
+def _would_help(desk: Desk) -> bool:
+    """Whether one more local worker makes the samples on the others faster, by more than hand-back may slow them."""
+    generating = [one for one in desk.state.fleet.local() if one.may_generate]
+    num = sum(len(one.leases) for one in generating)
+    if not generating or num <= len(generating):
+        return False
+    now, then = (generating[0].speed.step_s(num / count) for count in (len(generating), len(generating) + 1))
+    return now is not None and then is not None and now > desk.config.hand_back.max_slowdown * then
+
+
+def note_idle(desk: Desk, name: WorkerName, since: Seconds | None) -> None:
+    """Note that the devices of a local worker, or of all without a name, have nothing to train; None: they have."""
+    for worker in desk.state.fleet.local():
+        if name in ("", worker.name):
+            worker.idle_since = since if worker.duty == "training" else None
 
 
 def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> None:
@@ -166,6 +194,7 @@ def duty_changed(desk: Desk, worker: Worker, duty: str, now: Seconds) -> None:
         return
     settle(worker, desk.ledger, now)
     worker.duty = duty  # type: ignore[assignment]
+    worker.idle_since = now if duty == "training" else None
     desk.deadlines.clear(("switch", worker.seat))
     desk.router.update(worker)
     desk.place_due = True

@@ -9,18 +9,22 @@ Rules kept here:
 - Its drawn tokens are kept when its host is lost: the driver answers the calls of the next attempt from them, for as
   long as their prompts are the same, and says at the first that differs from which token on they are in vain.
 - A failure of the environment is never a zero: the episode is begun again, and in the end leaves its group.
+- A turn that is over its limit is held against the episode, unless its host hangs as a whole (turns.py): then the host
+  is given up, and its episodes go on elsewhere.
 - An episode that is over time is scored with `timeout_reward` if it has an answer: the policy may be the cause, and an
   episode that is dropped is an exit that it learns. Without an answer it cannot be, and the episode has failed.
 """
 
+from typing import Literal
+
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.commands import Abort, AnswerCall, ForgetHost, PlayEpisode, ReleaseHost
 from polyrl.scheduling.core.desk import Desk
-from polyrl.scheduling.core.events import CallMade, EpisodeEnded, HostDrainRequested, HostJoined, HostLeft
+from polyrl.scheduling.core.events import CallMade, CallRepeated, EpisodeEnded, HostDrainRequested, HostJoined, HostLeft
 from polyrl.scheduling.core.hosts import Host, host_line, settle_host
 from polyrl.scheduling.core.ledger import DiscardCause, EpisodeOutcome
 from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedSample
-from polyrl.scheduling.parts import hosting, leases, rounds
+from polyrl.scheduling.parts import hosting, leases, rounds, turns
 
 MAX_HOST_LOSSES = 10
 """An episode whose hosts were lost this often, with no call answered in between, is the likely cause, and leaves its
@@ -39,7 +43,9 @@ def host_joined(desk: Desk, event: HostJoined, now: Seconds) -> None:
     former = hosts.seats.get(hosts.by_name.get(event.host, -1))
     if former is not None:
         _lose(desk, former, "another process joined under its name", now)
-    host = Host(hosts.next_seat, event.host, event.incarnation, event.environment, max(1, event.slots), now)
+    host = Host(
+        hosts.next_seat, event.host, event.incarnation, event.environment, max(1, event.slots), now, joined_at=now
+    )
     hosts.next_seat += 1
     hosts.seats[host.seat] = host
     hosts.by_name[host.name] = host.seat
@@ -140,7 +146,7 @@ def _begin(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Se
     sample.host = host.seat
     sample.attempt += 1
     desk.ledger.episodes_begun += 1
-    desk.deadlines.set(("episode", sample.id), now + desk.config.environments.episode_timeout_s)
+    turns.begin_episode(desk, sample, now)
     _play(desk, sample, round_, now)
     why = "a host has room" if sample.attempt == 1 else f"attempt {sample.attempt}"
     desk.commands.append(PlayEpisode(host.name, sample.id, sample.attempt, why))
@@ -150,10 +156,10 @@ def _play(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> Non
     """Give the move to the episode's host."""
     sample.state = "playing"
     round_.num_playing += 1
-    desk.deadlines.set(("turn", sample.id), now + desk.config.environments.turn_timeout_s)
+    turns.begin(desk, sample, now)
 
 
-def _find(desk: Desk, event: CallMade | EpisodeEnded) -> TrackedSample | None:
+def _find(desk: Desk, event: CallMade | CallRepeated | EpisodeEnded) -> TrackedSample | None:
     """Return the episode that the news is of; None if another attempt is under way, or none."""
     sample = desk.samples.get(event.sample)
     if sample is None or sample.host < 0 or sample.attempt != event.attempt:
@@ -180,14 +186,29 @@ def call_made(desk: Desk, event: CallMade, now: Seconds) -> None:
     sample.moved_at = sample.num_tokens
     sample.target = sample.writer
     round_.num_playing -= 1
-    desk.deadlines.clear(("turn", sample.id))
     desk.ledger.num_calls += 1
+    _moved(desk, sample, now)
+    leases.wait(desk, sample, round_)
+    desk.place_due = desk.devices_due = True
+
+
+def call_repeated(desk: Desk, event: CallRepeated, now: Seconds) -> None:
+    """An environment that was begun again has made a call of before, and has its answer: its next turn begins."""
+    sample = _find(desk, event)
+    if sample is None or sample.state != "playing":
+        desk.ledger.late_news += sample is not None
+        return
+    _moved(desk, sample, now)
+    turns.begin(desk, sample, now)
+
+
+def _moved(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
+    """The environment has made a call: its turn is over, and its host is trusted with one more."""
     host = desk.hosts.seats[sample.host]
+    turns.end(desk, sample, host, now)
     if host.earned < host.slots:
         host.earned += 1
         desk.hosts_due = True
-    leases.wait(desk, sample, round_)
-    desk.place_due = desk.devices_due = True
 
 
 def call_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
@@ -197,6 +218,8 @@ def call_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     sample.writer = worker.seat
     sample.num_failures = sample.num_losses = 0
     sample.call_start = sample.num_tokens
+    if (clock := desk.state.playtimes.get(sample.id)) is not None:
+        clock.num_hangs = 0
     _play(desk, sample, round_, now)
     desk.commands.append(AnswerCall(host.name, sample.id, sample.attempt))
 
@@ -206,6 +229,9 @@ def episode_ended(desk: Desk, event: EpisodeEnded, now: Seconds) -> None:
     if sample is None:
         return
     round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
+    if event.outcome == "scored" and sample.state == "playing":
+        turns.end(desk, sample, host, now)
+    host.moved_at = now
     _take_back(desk, sample, round_, "its environment ended the episode", now)
     hosting.leave(desk, sample, now)
     if event.outcome == "failed" or min(event.num_tokens, sample.num_tokens) <= 0:
@@ -230,7 +256,28 @@ def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
         _lose(desk, guilty, why, now)
 
 
-def over_time(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None:
+def time_is_up(desk: Desk, sample: TrackedSample, wait: Literal["turn", "episode"], now: Seconds) -> None:
+    """An episode took too long, or an environment's turn: then the host hangs, or this episode does."""
+    if wait == "episode":
+        _over_time(desk, sample, "it took too long", now)
+        return
+    host, culprit = desk.hosts.seats[sample.host], turns.who_hangs(desk, sample, now)
+    if culprit == "host":
+        stood_s = now - desk.state.playtimes[sample.id].turn_began_at
+        why = f"it hangs: none of its {len(host.episodes)} episodes has moved for {stood_s:.0f} s"
+        desk.commands.append(ForgetHost(host.name, why, hangs=True))
+        desk.ledger.hosts_hung += 1
+        _lose(desk, host, why, now)
+    elif culprit == "episode":
+        _over_time(desk, sample, f"its environment's move took too long{_limit(desk, sample)}", now)
+
+
+def _limit(desk: Desk, sample: TrackedSample) -> str:
+    clock = desk.state.playtimes.get(sample.id)
+    return "" if clock is None or not clock.limit_s else f" (over {clock.limit_s:.1f} s)"
+
+
+def _over_time(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None:
     """An episode, or its environment's move, took too long."""
     round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     num_tokens = sample.call_start  # what complete calls have drawn
@@ -265,6 +312,7 @@ def _cut(desk: Desk, sample: TrackedSample, num_tokens: int, cause: DiscardCause
 
 
 def _scored(desk: Desk, sample: TrackedSample, outcome: EpisodeOutcome, now: Seconds) -> None:
+    turns.end_episode(desk, sample, now, finished=outcome == "scored")
     ended = desk.ledger.episodes_ended
     ended[outcome] = ended.get(outcome, 0) + 1
     rounds.episode_scored(desk, sample, now)

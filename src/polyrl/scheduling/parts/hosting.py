@@ -9,6 +9,7 @@ from polyrl.scheduling.core.commands import ReleaseHost, StopEpisode
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.samples import Round, TrackedSample
+from polyrl.scheduling.parts import turns
 
 WAITS = ("turn", "episode")
 
@@ -44,4 +45,6 @@ def stop(desk: Desk, sample: TrackedSample, round_: Round, why: str, now: Second
         round_.num_unhosted -= 1
     elif sample.state == "playing":
         round_.num_playing -= 1
+    if sample.host >= 0:
+        turns.end_episode(desk, sample, now, finished=False)
     leave(desk, sample, now, stop=why)

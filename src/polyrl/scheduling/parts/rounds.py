@@ -24,9 +24,11 @@ from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.ledger import DiscardCause, length_bin
 from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import hosting, leases, scoring
+from polyrl.scheduling.rules import tail_batching
 from polyrl.scheduling.rules.order import mix64
 from polyrl.scheduling.rules.staleness import newest_step
 from polyrl.scheduling.rules.tail_batching import PlannedPrompt, RoundPlan
+from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
 
 
 def open_requested(desk: Desk, now: Seconds) -> list[Round]:
@@ -352,9 +354,21 @@ def _discard_group(desk: Desk, group: TrackedGroup, round_: Round, cause: Discar
     del round_.groups[group.id]
 
 
+def _measured(desk: Desk, group: TrackedGroup, lengths: list[int]) -> list[int]:
+    """How long the group's samples were, for tail batching: their tokens, or hundredths of a second; of episodes that
+    were begun again, nothing."""
+    if not tail_batching.is_timed(desk.config.rounds, desk.config.domains[group.domain]):
+        return lengths
+    clocks = [desk.state.playtimes.get(one.id) for one in _samples(desk, group) if one.state == "scored"]
+    return [max(1, round(one.took_s * TICKS_PER_S)) for one in clocks if one is not None and one.took_s is not None]
+
+
 def _forget(desk: Desk, group: TrackedGroup) -> None:
+    playtimes = desk.state.playtimes
     for one in group.sample_ids():
         del desk.samples[one]
+        if playtimes:
+            playtimes.pop(one, None)
     del desk.groups[group.id]
 
 
@@ -412,9 +426,11 @@ def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]
         ledger.tokens_kept += sum(lengths)
         ledger.samples_trained += len(lengths)
         ledger.prompts_trained += 1
-        if desk.config.rounds.adaptive:
-            state.tail.correlation.observe(lengths)
-        desk.planner.remember(state.tail, group.domain, group.prompt, sum(lengths) / len(lengths))
+        measured = _measured(desk, group, lengths)
+        if measured and desk.config.rounds.adaptive:
+            state.tail.correlation.observe(measured)
+        if measured:
+            desk.planner.remember(state.tail, group.domain, group.prompt, sum(measured) / len(measured))
         num_groups += 1
         num_samples += len(lengths)
         longest = max(longest, *lengths)

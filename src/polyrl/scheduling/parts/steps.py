@@ -7,7 +7,7 @@ Rules kept here: the clock stands still while the trainer validates, and while i
 anything of how long a step takes. A step that is begun anew has waited and trained for nothing.
 """
 
-from polyrl.ids import Seconds, Step
+from polyrl.ids import Seconds, Step, WorkerName
 from polyrl.scheduling.core.commands import AdviseFleet, ReportStep
 from polyrl.scheduling.core.desk import Desk, TrainerClock
 from polyrl.scheduling.core.fleet import settle
@@ -17,6 +17,7 @@ from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import devices, membership, reshaping, rounds
 from polyrl.scheduling.rules import adaptive, scaling, seeding
 from polyrl.scheduling.rules.seeding import StepTimes
+from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
 
 _ADAPT_EVERY = 8
 """Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
@@ -41,29 +42,37 @@ def published(desk: Desk, now: Seconds) -> None:
     devices.note_waiting(desk, now)
 
 
-def training_began(desk: Desk, step: Step, now: Seconds) -> None:
-    """A micro-batch was taken."""
+def training_began(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
+    """A micro-batch was taken, for the devices of this local worker or, without a name, for all."""
     clock = desk.state.clock
-    if step not in desk.rounds or clock.busy_since is not None:
+    if step not in desk.rounds:
         return
-    devices.stop_waiting(desk, now)
-    clock.busy_since = now
+    if worker not in clock.busy:
+        clock.busy.append(worker)
+    devices.note_idle(desk, worker, None)
+    if clock.busy_since is None:
+        devices.stop_waiting(desk, now)
+        clock.busy_since = now
 
 
-def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
+def training_paused(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
     """A micro-batch is done; the next may be there or not."""
     clock = desk.state.clock
     if step not in desk.rounds or clock.busy_since is None:
         return
+    clock.busy = [one for one in clock.busy if worker not in ("", one)]
+    devices.note_idle(desk, worker, now)
+    desk.devices_due = True
+    if clock.busy:
+        return
     clock.train_s += now - clock.busy_since
     clock.busy_since = None
     devices.note_waiting(desk, now)
-    desk.devices_due = True
 
 
 def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
     """Begin the step anew: the trainer has lost its gradients, and the time they took."""
-    training_paused(desk, step, now)
+    training_paused(desk, step, WorkerName(""), now)
     rounds.give_again(desk, step)
     if step == next(iter(desk.rounds), None):
         clock = desk.state.clock
@@ -139,6 +148,10 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):
         _adapt(desk)
     desk.lengths.age(_FORGET_PER_STEP)
+    for turns in state.turns.values():
+        turns.times.age(_FORGET_PER_STEP)
+    if desk.times_episodes:
+        state.durations.age(_FORGET_PER_STEP)
     if desk.config.parallelism.enabled:
         reshaping.step_trained(desk, round_, now)
         state.lengths_by_kind[round_.kind].age(_FORGET_PER_STEP)
@@ -155,9 +168,11 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
 def _adapt(desk: Desk) -> None:
     tail, config = desk.state.tail, desk.config
     num_prompts = sum(domain.prompts_per_step for domain in config.domains)
-    outlook = adaptive.choose_factors(
-        config.rounds, desk.lengths, tail.correlation.value(), config.max_new_tokens, num_prompts
-    )
+    if desk.times_episodes:
+        lengths, most = desk.state.durations, round(config.environments.episode_timeout_s * TICKS_PER_S)
+    else:
+        lengths, most = desk.lengths, config.max_new_tokens
+    outlook = adaptive.choose_factors(config.rounds, lengths, tail.correlation.value(), most, num_prompts)
     if outlook is not None:
         tail.factors.prompts, tail.factors.samples = outlook.prompts, outlook.samples
 

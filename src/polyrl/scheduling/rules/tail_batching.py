@@ -10,6 +10,9 @@ extras, and everything in it ends. With a factor of 1.25 that is four short roun
     designated  extras run, but the samples to train are chosen before sampling; the extras only decide who is deferred
     predicted   short or long is chosen before sampling, from the lengths of the prompt's earlier turns: no bias
 
+How long an episode is can be its drawn tokens, or its time from beginning to end (`episode_length`): where tools take
+the time, a task of few tokens may be the one that a round waits for.
+
 Laws: a prompt is trained exactly once an epoch (or dropped with a reason); it is deferred at most once, since a long
 round takes the oldest and defers none; at staleness 0 a domain never has as many deferred prompts as its share of a
 step plus its extras. At the end of a domain's epoch, or when there are no extras any more, its deferred prompts are
@@ -84,8 +87,15 @@ class TailBatching(Struct):
     history: dict[int, float] = msgspec.field(default_factory=dict)
     """Mean length of a prompt's earlier turns, by `prompt * num_domains + domain`; kept in predicted mode only."""
     means: LengthModel = msgspec.field(default_factory=LengthModel)
-    """The length model of the values in `history`."""
+    """The length model of the values in `history` that are tokens."""
+    mean_times: LengthModel = msgspec.field(default_factory=LengthModel)
+    """Of those that are times, in hundredths of a second: those of domains that `is_timed`."""
     correlation: Correlation = msgspec.field(default_factory=Correlation)
+
+
+def is_timed(config: RoundsConfig, domain: DomainData) -> bool:
+    """Whether a sample of the domain is long by its time, and not by its tokens."""
+    return bool(domain.environment) and config.episode_length == "seconds"
 
 
 def start(config: RoundsConfig, num_domains: int) -> TailBatching:
@@ -165,14 +175,17 @@ class Planner:
         first = step if choice.first_deferred_step < 0 else choice.first_deferred_step
         state.deferred[choice.domain].append(Deferred(choice.prompt, choice.epoch, choice.times_deferred + 1, first))
 
-    def remember(self, state: TailBatching, domain: int, prompt: PromptId, mean_tokens: float) -> None:
-        """Keep a trained prompt's mean length for the next epoch's prediction."""
+    def remember(self, state: TailBatching, domain: int, prompt: PromptId, mean: float) -> None:
+        """Keep a trained prompt's mean length for the next epoch's prediction: tokens, or hundredths of a second."""
         if self.config.tail_batching != "predicted":
             return
         key = prompt * len(self.domains) + domain
         known = state.history.get(key)
-        state.history[key] = mean_tokens if known is None else known + _HISTORY_GAIN * (mean_tokens - known)
-        state.means.observe(round(mean_tokens), finished=True)
+        state.history[key] = mean if known is None else known + _HISTORY_GAIN * (mean - known)
+        self._means_of(state, domain).observe(round(mean), finished=True)
+
+    def _means_of(self, state: TailBatching, domain: int) -> LengthModel:
+        return state.mean_times if is_timed(self.config, self.domains[domain]) else state.means
 
     def _turn_epoch(self, state: TailBatching, domain: int) -> None:
         cursor = state.cursors[domain]
@@ -247,7 +260,7 @@ class Planner:
         self, state: TailBatching, domain: int, quota: int, max_passed: int, step: Step
     ) -> tuple[list[PlannedPrompt], int]:
         """`quota` prompts, passing over (deferring unsampled) up to `max_passed` that are predicted to be long."""
-        threshold = state.means.quantile(1.0 / state.factors.prompts)
+        threshold = self._means_of(state, domain).quantile(1.0 / state.factors.prompts)
         taken: list[PlannedPrompt] = []
         passed = 0
         while len(taken) < quota and (fresh := self.take_fresh(state, domain)) is not None:

@@ -34,8 +34,9 @@ from polyrl.engines.builtin.cuda.memory import BlockedKeysAndValues
 from polyrl.engines.builtin.cuda.merging import merge_projections
 from polyrl.engines.builtin.cuda.offloading import Offloading
 from polyrl.engines.builtin.cuda.prefill import Prefill
+from polyrl.engines.builtin.cuda.verifying import Verifying
 from polyrl.engines.builtin.models import Loaded
-from polyrl.engines.builtin.steps import MAX_BURST, Drawn, DrawRule, OnDrawn
+from polyrl.engines.builtin.steps import MAX_BURST, Drafted, Drawn, DrawRule, OnDrawn
 
 log = logging.getLogger("polyrl.engines.builtin")
 
@@ -111,6 +112,10 @@ class CudaRunner:
             for layer in loaded.model.model.layers:
                 layer.compile(dynamic=True, options=_FUSED)
             self._uniforms = torch.compile(kernels.uniforms, dynamic=True)
+        self._verifying = Verifying(
+            loaded, self._hidden, self._uniforms, self._capturing,
+            num_blocks=num_blocks, block_tokens=block_tokens, width=width, device=self._device,
+        )  # fmt: skip
 
     def wake(self) -> None:
         if self._offloading is not None:
@@ -142,6 +147,7 @@ class CudaRunner:
         self._graphs.clear()
         self._graphs_to_logits.clear()
         self._prefilling.forget_graphs()
+        self._verifying.forget_graphs()
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
         """Write new weights in place. Nothing is derived from them: graphs read them where they are."""
@@ -261,6 +267,14 @@ class CudaRunner:
             graph.replay()
             self._done[step % _AHEAD].record()
         return self._read(num_seen, num_steps, len(chunks))
+
+    @torch.inference_mode()
+    def prepare_rows(self, num_samples: int, rows: int) -> float:
+        return self._verifying.prepare(num_samples, rows)
+
+    @torch.inference_mode()
+    def verify(self, samples: Sequence[Drafted], rows: int) -> list[Drawn]:
+        return self._verifying.run(samples, rows)
 
     def _read(self, first: int, end: int, num: int) -> list[Drawn]:
         """Return the tokens that these steps of a burst drew."""

@@ -1,0 +1,327 @@
+"""Drafts of the next tokens, copied from texts with the same recent tokens: the sample's own text, the other answers of
+its group, and earlier answers to its prompt.
+
+Every text is indexed by its *grams*: each run of GRAM tokens points to the place after its last occurrence. A draft is
+what followed the longest match in any of the texts; where several match equally well, the most common continuation.
+
+Rules kept here:
+- A draft is only a hint. It never decides a token (steps.py), so texts of older versions and of other samples will do.
+- Texts with one prompt share a *pool*. The prompt of a later turn begins with that of the first, and finds its pool.
+- Memory is bounded: `MAX_TOKENS` in all texts, `MAX_INDEXED` of them indexed, `MAX_TEXTS` a pool. The pool that was
+  longest unused goes first. Only pools with running samples have indexes, built a part at a time (`BUILD_TOKENS`).
+
+Pure: no clock, no I/O. Left out: whether a draft is worth its verification (gate.py).
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from polyrl.ids import LeaseId
+
+GRAM = 3
+MAX_MATCH = 16
+"""Matches are compared up to this length."""
+MAX_TOKENS = 1 << 22
+MAX_INDEXED = 1 << 19
+"""About 50 MB."""
+MAX_TEXTS = 32
+BUILD_TOKENS = 8192
+"""Tokens that one `follow` indexes at most, about a millisecond."""
+_BITS = 21
+_MASK = (1 << _BITS * GRAM) - 1
+_MANY = 32
+"""From so many tokens on, numpy indexes faster than a loop."""
+
+
+class Draft(NamedTuple):
+    tokens: list[int]
+    match: int
+    """How many tokens before it were found in the text that it was copied from; 0: there is no draft."""
+
+
+NOTHING = Draft([], 0)
+
+
+class Text:
+    """Tokens that drafts are copied from, and their index. `num_before`: tokens of the sample that are left out."""
+
+    __slots__ = ("_after", "_next", "num_before", "tokens")
+
+    def __init__(self, tokens: Sequence[int], num_before: int = 0) -> None:
+        self.tokens = array("i", tokens)
+        self.num_before = num_before
+        self._after: dict[int, int] = {}
+        """By gram, the place of the token after its last occurrence."""
+        self._next = GRAM
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._after)
+
+    def index(self, most: int) -> int:
+        """Index up to `most` more tokens, and return how many they were. The newest is indexed when one follows it."""
+        start = self._next
+        end = min(len(self.tokens), start + most)
+        if end <= start:
+            return 0
+        recent = self.tokens[start - GRAM : end - 1]
+        if end - start >= _MANY:
+            numbers = np.array(recent, np.int64)
+            num = end - start
+            grams = numbers[:num].copy()
+            for behind in range(1, GRAM):
+                grams = (grams << _BITS) | numbers[behind : behind + num]
+            self._after.update(zip(grams.tolist(), range(start, end), strict=True))
+        else:
+            gram = 0
+            for number, token in enumerate(recent, start - GRAM + 1):
+                gram = ((gram << _BITS) | token) & _MASK
+                if number >= start:
+                    self._after[gram] = number
+        self._next = end
+        return end - start
+
+    def forget_index(self) -> None:
+        self._after = {}
+        self._next = GRAM
+
+    def find(self, gram: int) -> int | None:
+        return self._after.get(gram)
+
+    @property
+    def last_gram(self) -> int | None:
+        if len(self.tokens) < GRAM:
+            return None
+        gram = 0
+        for token in self.tokens[-GRAM:]:
+            gram = (gram << _BITS) | token
+        return gram
+
+
+class _Pool:
+    """The texts of one prompt."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = Text(prompt)
+        self.running: dict[LeaseId, Text] = {}
+        self.earlier: OrderedDict[int, Text] = OrderedDict()
+        """Answers that ended, the newest last."""
+        self.num_ended = 0
+
+    @property
+    def all_texts(self) -> list[Text]:
+        return [self.prompt, *self.running.values(), *self.earlier.values()]
+
+    @property
+    def texts(self) -> list[Text]:
+        """The sources of drafts, the likeliest to be needed first."""
+        its = [*self.running.values(), *reversed(self.earlier.values())][: MAX_TEXTS - 1]
+        return [*its, self.prompt]
+
+
+class Drafts:
+    """The pools of an engine."""
+
+    def __init__(self, max_tokens: int = MAX_TOKENS, max_indexed: int = MAX_INDEXED) -> None:
+        self._max_tokens, self._max_indexed = max_tokens, max_indexed
+        self._pools: OrderedDict[bytes, _Pool] = OrderedDict()
+        """By prompt, the longest unused first."""
+        self._lengths: Counter[int] = Counter()
+        """How many prompts there are of which length."""
+        self._pool_of: dict[LeaseId, _Pool] = {}
+        self._sources: dict[LeaseId, list[Text]] = {}
+        """The texts beside its own that a running sample is drafted from."""
+        self.num_tokens = 0
+        self.num_indexed = 0
+
+    def follow(self, samples: Iterable[tuple[LeaseId, Sequence[int], Sequence[int]]]) -> None:
+        """Take in the samples that run now: lease, prompt, and prompt with answer so far. Others run no longer."""
+        running: set[LeaseId] = set()
+        for lease, prompt, tokens in samples:
+            running.add(lease)
+            self._follow_one(lease, prompt, tokens)
+        for lease in [one for one in self._pool_of if one not in running]:
+            self._retire(lease)
+        budget = BUILD_TOKENS
+        self._sources = {}
+        for lease, pool in self._pool_of.items():
+            texts = pool.texts
+            own = pool.running[lease]
+            self._sources[lease] = [one for one in texts if one is not own]
+            budget -= self._index(own, budget)
+            for text in texts:
+                budget -= self._index(text, budget)
+        self._make_room()
+
+    def extend(self, lease: LeaseId, tokens: Sequence[int]) -> None:
+        """A running sample that is followed got more tokens."""
+        own = self._pool_of[lease].running[lease]
+        own.tokens.extend(tokens)
+        self.num_tokens += len(tokens)
+        self._index(own, len(tokens))
+
+    def remember(self, lease: LeaseId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """A sample ended. `tokens` are its prompt and its answer."""
+        if lease in self._pool_of:
+            self._follow_one(lease, prompt, tokens)
+            self._retire(lease)
+        else:
+            pool = self._find_or_open(prompt)
+            self._keep(pool, self._new_text(pool, tokens))
+        self._make_room()
+
+    def draft(self, lease: LeaseId, most: int) -> Draft:
+        """Draft up to `most` tokens for a sample that is followed."""
+        pool = self._pool_of.get(lease)
+        if pool is None or most < 1:
+            return NOTHING
+        own = pool.running[lease]
+        gram = own.last_gram
+        if gram is None:
+            return NOTHING
+        best, found = 0, []
+        for text in (own, *self._sources[lease]):
+            at = text.find(gram)
+            if at is None:
+                continue
+            match = _match(own.tokens, text.tokens, at)
+            if match > best:
+                best, found = match, []
+            if match == best:
+                found.append((text, at))
+        return Draft(_continue(found, own, most), best) if found else NOTHING
+
+    # Pools
+
+    def _follow_one(self, lease: LeaseId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        pool = self._pool_of.get(lease)
+        if pool is None:
+            pool = self._pool_of[lease] = self._find_or_open(prompt)
+            pool.running[lease] = self._new_text(pool, tokens)
+            return
+        own = pool.running[lease]
+        new = tokens[own.num_before + len(own.tokens) :]
+        own.tokens.extend(new)
+        self.num_tokens += len(new)
+
+    def _new_text(self, pool: _Pool, tokens: Sequence[int]) -> Text:
+        num_before = max(0, len(pool.prompt.tokens) - GRAM)
+        text = Text(tokens[num_before:], num_before)
+        self.num_tokens += len(text.tokens)
+        return text
+
+    def _find_or_open(self, prompt: Sequence[int]) -> _Pool:
+        """Return the pool whose prompt is the longest that this one begins with; else a new one."""
+        raw = array("i", prompt).tobytes()
+        hashed, done, found = blake2b(digest_size=16), 0, None
+        for length in sorted(one for one in self._lengths if one <= len(prompt)):
+            hashed.update(raw[4 * done : 4 * length])
+            done = length
+            key = hashed.digest()
+            if key in self._pools:
+                found = key
+        if found is None:
+            hashed.update(raw[4 * done :])
+            found = hashed.digest()
+            self._pools[found] = _Pool(prompt)
+            self._lengths[len(prompt)] += 1
+            self.num_tokens += len(prompt)
+        self._pools.move_to_end(found)
+        return self._pools[found]
+
+    def _retire(self, lease: LeaseId) -> None:
+        pool = self._pool_of.pop(lease)
+        self._sources.pop(lease, None)
+        self._keep(pool, pool.running.pop(lease))
+        if not pool.running:
+            for text in pool.all_texts:
+                self._forget_index(text)
+
+    def _keep(self, pool: _Pool, text: Text) -> None:
+        pool.earlier[pool.num_ended] = text
+        pool.num_ended += 1
+        if len(pool.earlier) > MAX_TEXTS:
+            _, oldest = pool.earlier.popitem(last=False)
+            self._forget(oldest)
+
+    # Bounds
+
+    def _index(self, text: Text, most: int) -> int:
+        before = text.num_indexed
+        num = text.index(min(most, self._max_indexed - self.num_indexed))
+        self.num_indexed += text.num_indexed - before
+        return num
+
+    def _forget_index(self, text: Text) -> None:
+        self.num_indexed -= text.num_indexed
+        text.forget_index()
+
+    def _forget(self, text: Text) -> None:
+        self._forget_index(text)
+        self.num_tokens -= len(text.tokens)
+
+    def _make_room(self) -> None:
+        """Drop earlier answers of the pools that were longest unused, and pools that nothing runs in."""
+        for key in list(self._pools):
+            if self.num_tokens <= self._max_tokens:
+                return
+            pool = self._pools[key]
+            while pool.earlier and self.num_tokens > self._max_tokens:
+                self._forget(pool.earlier.popitem(last=False)[1])
+            if not pool.running and not pool.earlier:
+                self._forget(pool.prompt)
+                del self._pools[key]
+                length = len(pool.prompt.tokens)
+                self._lengths[length] -= 1
+                if not self._lengths[length]:
+                    del self._lengths[length]
+
+    def check(self) -> None:
+        """Derive every count again. Raises AssertionError; for tests."""
+        texts = [text for pool in self._pools.values() for text in pool.all_texts]
+        assert self.num_tokens == sum(len(one.tokens) for one in texts)
+        assert self.num_indexed == sum(one.num_indexed for one in texts) <= self._max_indexed
+        assert self._lengths == Counter(len(pool.prompt.tokens) for pool in self._pools.values())
+        assert {lease for pool in self._pools.values() for lease in pool.running} == self._pool_of.keys()
+
+
+def _match(own: "array[int]", other: "array[int]", at: int) -> int:
+    """How many tokens before `at` are the last of `own`. The last gram is."""
+    most = min(MAX_MATCH, len(own), at)
+    num = GRAM
+    while num < most and own[-1 - num] == other[at - 1 - num]:
+        num += 1
+    return num
+
+
+def _continue(found: list[tuple[Text, int]], own: Text, most: int) -> list[int]:
+    """Go on as most of these places do, token by token. The sample's own text goes on with the draft itself."""
+    draft: list[int] = []
+    while len(draft) < most:
+        here = [(token, text, at) for text, at in found if (token := _at(text, at, own, draft)) is not None]
+        if not here:
+            break
+        token = here[0][0] if len(here) == 1 else Counter(one[0] for one in here).most_common(1)[0][0]
+        draft.append(token)
+        found = [(text, at + 1) for its, text, at in here if its == token]
+    return draft
+
+
+def _at(text: Text, at: int, own: Text, draft: list[int]) -> int | None:
+    num = len(text.tokens)
+    if at < num:
+        return text.tokens[at]
+    return draft[at - num] if text is own and at - num < len(draft) else None
+
+
+def accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return how many tokens of the draft the model drew itself. It drew one more, which stands too."""
+    num = 0
+    while num < len(draft) and draft[num] == drawn[num]:
+        num += 1
+    return num

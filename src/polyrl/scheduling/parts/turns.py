@@ -1,0 +1,132 @@
+"""An environment's turn: its clock, its limit, and what is learned from it.
+
+Rules kept here: a turn's limit is fixed when it begins (rules/turn_limits.py). Only turns that ended by themselves are
+learned from. An episode's time is that of its turns: an answer that takes long, or waits for a worker, is not the
+environment's doing. While we were away, no time passed.
+"""
+
+from polyrl.ids import SampleId, Seconds
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.hosts import Host
+from polyrl.scheduling.core.samples import Playtime, TrackedSample
+from polyrl.scheduling.rules import turn_limits
+from polyrl.scheduling.rules.order import unit
+from polyrl.scheduling.rules.turn_limits import TICKS_PER_S, Culprit, TurnTimes
+
+_NO_TASK, _NO_PROBE = -1, 1.0
+LEARNED_SINCE = 4
+"""The first of `desk.RULES` by which limits are learned."""
+
+
+def begin_episode(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
+    """Start the clock of an attempt. What an earlier attempt showed of it stays."""
+    before = desk.state.playtimes.get(sample.id)
+    num_hangs = 0 if before is None else before.num_hangs
+    desk.state.playtimes[sample.id] = Playtime(now, now, num_hangs=num_hangs)
+    if desk.state.rules < LEARNED_SINCE:
+        desk.deadlines.set(("episode", sample.id), now + desk.config.environments.episode_timeout_s)
+
+
+def begin(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
+    """Give the move to the environment."""
+    rules = desk.config.environments
+    if desk.state.rules < LEARNED_SINCE:
+        desk.deadlines.set(("turn", sample.id), now + rules.turn_timeout_s)
+        return
+    clock, host, group = _clock(desk, sample, now), desk.hosts.seats[sample.host], desk.groups[sample.group]
+    known = desk.state.turns.get(group.domain)
+    draw = unit(desk.config.seed, sample.id, sample.attempt, sample.num_tokens)
+    limit = (known or TurnTimes()).limit(rules, group.prompt, now, draw, has_moved=host.moved_at is not None)
+    clock.turn_began_at, clock.limit_s = now, limit.timeout_s
+    left_s = rules.episode_timeout_s - clock.played_s
+    if left_s <= limit.timeout_s:
+        desk.deadlines.set(("episode", sample.id), now + max(0.0, left_s))
+    desk.deadlines.set(("turn", sample.id), now + limit.timeout_s)
+
+
+def end(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
+    """The environment has made its move: a call, or the episode's end with a reward."""
+    if desk.state.rules < LEARNED_SINCE:
+        desk.deadlines.clear(("turn", sample.id))
+        return
+    clock, group = _clock(desk, sample, now), desk.groups[sample.group]
+    took_s = max(0.0, now - clock.turn_began_at)
+    clock.played_s += took_s
+    host.moved_at = now
+    known = desk.state.turns.get(group.domain)
+    if known is None:
+        known = desk.state.turns[group.domain] = TurnTimes()
+    known.observe(group.prompt, took_s, now)
+    stop(desk, sample.id)
+
+
+def stop(desk: Desk, sample: SampleId) -> None:
+    """Wait for the environment's move no longer."""
+    desk.deadlines.clear(("turn", sample))
+    if desk.state.rules >= LEARNED_SINCE:
+        desk.deadlines.clear(("episode", sample))
+
+
+def who_hangs(desk: Desk, sample: TrackedSample, now: Seconds) -> Culprit:
+    """Say who hangs where an episode is over its turn's limit; if that is unclear, look again later. Episodes that
+    stand still at a host that hangs are noted: at the next host they are taken for the cause."""
+    clock = _clock(desk, sample, now)
+    if desk.state.rules < LEARNED_SINCE or clock.num_hangs:
+        return "episode"
+    host = desk.hosts.seats[sample.host]
+    playing = [one for one in host.episodes if one != sample.id and desk.samples[one].state == "playing"]
+    others = [_clock(desk, desk.samples[one], now) for one in playing]
+    moved_at, is_alone = host.joined_at if host.moved_at is None else host.moved_at, len(host.episodes) == 1
+    since = [one.turn_began_at for one in others]
+    culprit = turn_limits.who_hangs(now, clock.limit_s, clock.turn_began_at, moved_at, since, is_alone=is_alone)
+    if culprit == "unclear":
+        desk.deadlines.set(("turn", sample.id), now + clock.limit_s / 8)
+    elif culprit == "host":
+        for one in (clock, *others):
+            one.num_hangs += one.turn_began_at <= now - clock.limit_s / 2
+    return culprit
+
+
+def present_limit_s(desk: Desk, domain: int, now: Seconds) -> Seconds:
+    """Return the limit of most turns of a domain's environment, as it is now."""
+    rules, known = desk.config.environments, desk.state.turns.get(domain)
+    if known is None or desk.state.rules < LEARNED_SINCE:
+        return rules.turn_timeout_s
+    return known.limit(rules, _NO_TASK, now, _NO_PROBE).timeout_s
+
+
+def end_episode(desk: Desk, sample: TrackedSample, now: Seconds, *, finished: bool) -> None:
+    """Learn how long an episode takes that ended, or was stopped and would have gone on."""
+    clock = desk.state.playtimes.get(sample.id)
+    if clock is None or clock.took_s is not None or sample.attempt != 1:
+        return
+    clock.took_s = max(0.0, now - clock.began_at)
+    if desk.times_episodes:
+        desk.state.durations.observe(max(1, round(clock.took_s * TICKS_PER_S)), finished=finished)
+
+
+def skip(desk: Desk, seconds: Seconds) -> None:
+    """Leave out a time in which the driver was away."""
+    for clock in desk.state.playtimes.values():
+        clock.skip(seconds)
+    for known in desk.state.turns.values():
+        known.since = None if known.since is None else known.since + seconds
+    for host in desk.hosts.seats.values():
+        host.joined_at += seconds
+        if host.moved_at is not None:
+            host.moved_at += seconds
+
+
+def adopt(desk: Desk, now: Seconds) -> None:
+    """Go on by learned limits with the episodes of a run that had none."""
+    for sample in desk.samples.values():
+        if sample.host >= 0:
+            desk.deadlines.clear(("episode", sample.id))
+            _clock(desk, sample, now).limit_s = desk.config.environments.turn_timeout_s
+
+
+def _clock(desk: Desk, sample: TrackedSample, now: Seconds) -> Playtime:
+    clock = desk.state.playtimes.get(sample.id)
+    if clock is None:  # it began by earlier rules
+        clock = desk.state.playtimes[sample.id] = Playtime(now, now)
+    return clock
