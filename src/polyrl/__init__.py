@@ -5,7 +5,8 @@
     polyrl.resume    a run that was stopped or killed
     polyrl.export    a run's weights as a Hugging Face directory
     polyrl.Reward    what a reward function may return, and polyrl.RewardInput what it is called with;
-                     polyrl.RewardGroup, for a function of all answers to a prompt
+                     polyrl.RewardGroup, for a function of all answers to a prompt, and polyrl.RewardEpisode, for
+                     one of episodes
 
 docs/guides/python.md shows them. `import polyrl` imports nothing else; the rest comes when it is first used.
 """
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from polyrl.config.recipe import Recipe
     from polyrl.errors import ConfigError, PolyrlError, RunFailed, UserError
     from polyrl.rewards.groups import RewardGroup
-    from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable
+    from polyrl.rewards.reward import Reward, RewardEpisode, RewardFailed, RewardInput, RewardUnavailable
     from polyrl.run.api import Exported, TrainedStep, TrainingRun, export, load, resume, start
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "PolyrlError",
     "Recipe",
     "Reward",
+    "RewardEpisode",
     "RewardFailed",
     "RewardGroup",
     "RewardInput",
@@ -45,7 +47,7 @@ _PLACES = {
     "polyrl.config.recipe": ("Recipe",),
     "polyrl.errors": ("ConfigError", "PolyrlError", "RunFailed", "UserError"),
     "polyrl.rewards.groups": ("RewardGroup",),
-    "polyrl.rewards.reward": ("Reward", "RewardFailed", "RewardInput", "RewardUnavailable"),
+    "polyrl.rewards.reward": ("Reward", "RewardEpisode", "RewardFailed", "RewardInput", "RewardUnavailable"),
     "polyrl.run.api": ("Exported", "TrainingRun", "TrainedStep", "export", "load", "resume", "start"),
 }
 

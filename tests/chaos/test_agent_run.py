@@ -1,7 +1,8 @@
 """A run on an environment of several turns, whose processes are killed: the rewards and weights of one that was not.
 
 Real processes: `polyrl train treasure` with its manager, a worker with the builtin engine and a host. Each of them is
-killed by its pid between turns or within one, and so is the trainer, which goes on with `--resume`.
+killed by its pid between turns or within one, and so is the trainer, which goes on with `--resume`. A function of the
+whole conversation scores every episode beside its environment.
 """
 
 import os
@@ -27,6 +28,7 @@ SETTINGS = (
     f"train.steps={NUM_STEPS}", "train.mode=synchronous", "train.min_micro_batch_samples=8",
     "checkpoint.every_steps=3", "fleet.workers=1", "fleet.wait=true", "fleet.settings={ slots = 8, kv_tokens = 4096 }",
 )  # fmt: skip
+REWARDS = (f"modules={Path(__file__).parent}", 'rewards.functions=[{function="episode_thrift:thrift",weight=0.25}]')
 COMMANDS = {"manager": "manager", "worker": "worker", "host": "env"}
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -40,7 +42,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def train(model: Path, run_dir: Path) -> subprocess.Popen[bytes]:
-    return polyrl("train", "treasure", f"model.path={model}", *SETTINGS, "--run-dir", str(run_dir))
+    return polyrl("train", "treasure", f"model.path={model}", *SETTINGS, *REWARDS, "--run-dir", str(run_dir))
 
 
 def num_trained(run_dir: Path) -> int:
@@ -82,9 +84,8 @@ def test_host_worker_manager_and_trainer_are_killed_and_rewards_and_weights_are_
             process.wait()
             process = polyrl("train", "--resume", str(run_dir))
         else:
-            pids = children(process.pid, COMMANDS[victim])
-            assert pids, f"there is no {victim} to kill"
-            for pid in pids:
+            wait_for(lambda: bool(children(process.pid, COMMANDS[victim])), process)  # noqa: B023 (called at once)
+            for pid in children(process.pid, COMMANDS[victim]):
                 os.kill(pid, signal.SIGKILL)
         killed.append(victim)
     output, _ = process.communicate(timeout=300)

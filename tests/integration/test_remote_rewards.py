@@ -18,13 +18,14 @@ from tests.integration.desks import polyrl
 from tests.integration.live import PATIENCE_S, QUICK, Live, manager, run, trainer, until
 from tests.rewards.sandbox.conftest import bubblewrap
 
+from polyrl.cli.main import main
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import UserError
 from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.http import Front
 from polyrl.manager.service import Service
 from polyrl.manager.status import status
-from polyrl.rewards.groups import make_group
+from polyrl.rewards.groups import AnswerFacts, RewardGroup, make_group
 from polyrl.rewards.messages import RewardScored
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote import travel
@@ -61,6 +62,10 @@ def dies(given):
 def rank(given):
     lengths = [len(one.answer) for one in given.answers]
     return [1.0 if one == max(lengths) else {"score": 0.0, "length": one} for one in lengths]
+
+def many_parts(given):
+    names = [f"{n:02d}{'x' * 60}" for n in range(32)]
+    return [dict.fromkeys(names, 1.5) for _ in given.answers]
 
 def reads_home(given):
     return float(os.path.exists(os.path.expanduser("~/.profile")) or os.path.exists("/etc/shadow"))
@@ -110,9 +115,10 @@ async def scoring(
 
 @asynccontextmanager
 async def reward_worker(
-    live: Live, name: str = "honest", places: int = 2
+    live: Live, name: str = "honest", places: int = 2, price: float = 0.0
 ) -> AsyncIterator[tuple[RewardAgent, "asyncio.Task[RewardWorkerOver]"]]:
-    agent = RewardAgent(Dialer(live.url, live.token("reward")), RewardWorkerOptions(name, places, drain_deadline_s=0.5))
+    options = RewardWorkerOptions(name, places, drain_deadline_s=0.5, price_usd_per_hour=price)
+    agent = RewardAgent(Dialer(live.url, live.token("reward")), options)
     life = asyncio.create_task(agent.run())
     try:
         yield agent, life
@@ -146,12 +152,63 @@ def test_whole_groups_are_scored_on_reward_workers_too(tmp_path: Path):
 
     async def scenario() -> None:
         async with manager(tmp_path) as live, scoring(live, wanted) as pool, reward_worker(live):
-            group = make_group(given(), [("a", "stop", 2), ("aaa", "stop", 4), ("aa", "length", 2)])
+            group = make_group(
+                given(), [AnswerFacts("a", "stop", 2), AnswerFacts("aaa", "stop", 4), AnswerFacts("aa", "length", 2)]
+            )
             found = await pool.score_group("remote_mine:rank", group)
             assert [one and one.score for one in found] == [0.0, 1.0, 0.0]
             assert found[2] is not None and found[2].parts == {"length": 2.0}
 
     run(scenario(), 60.0)
+
+
+def test_the_rewards_of_a_large_group_come_back_whole_and_those_of_one_too_large_are_a_failure(tmp_path: Path):
+    function = WeightedReward(function="remote_mine:many_parts", whole_group=True)
+    wanted = msgspec.structs.replace(terms(), functions={"rewards.functions.0": function})
+
+    def group_of(num: int) -> RewardGroup:
+        return make_group(given(), [AnswerFacts("a", "stop", 2)] * num)
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, scoring(live, wanted) as pool, reward_worker(live):
+            found = await pool.score_group("remote_mine:many_parts", group_of(1024))  # 2.4 MB
+            assert len(found) == 1024 and all(one is not None and len(one.parts) == 32 for one in found)
+            with pytest.raises(
+                RewardFailed, match=r"the rewards and their parts are 9,\d+,\d+ bytes; expected at most"
+            ):
+                await pool.score_group("remote_mine:many_parts", group_of(4000))
+            found = await pool.score_group("remote_mine:many_parts", group_of(2))
+            assert len(found) == 2 and set(live.service.lobby.reward_relay.workers) == {"honest"}
+
+    run(scenario(), 60.0)
+
+
+def test_the_ledger_has_a_line_for_each_reward_worker_that_agrees_with_the_clock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    async def scenario() -> float:
+        async with manager(tmp_path) as live, scoring(live, terms("remote_mine:length")) as pool:
+            async with reward_worker(live, "dear", price=36.0) as (agent, life):
+                await asyncio.gather(*(pool.score("remote_mine:length", given("x" * n)) for n in range(12)))
+                agent.drain("enough")
+                await life
+            async with reward_worker(live, "cheap"):
+                await until(is_ready(live, "cheap"), "it is ready")
+            line = live.service.lobby.need_run().scheduler.ledger.reward_workers["dear"]
+            assert (line.num_jobs, line.num_joins, line.num_losses) == (12, 1, 0)
+            assert line.cpu_s > 0.05 and line.seconds > 0
+            assert line.usd == pytest.approx(line.seconds * 0.01)
+            return line.usd
+
+    usd = run(scenario(), 60.0)
+    assert main(["ledger", str(tmp_path), "--verify"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "seconds of in all of CPU jobs $/h $ joined lost dear" in shown and " cheap " in shown
+    assert "reward workers $" in shown and "verified" in shown
+    assert main(["ledger", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["usd"]["reward_workers"] == pytest.approx(usd)
+    assert {one["reward_worker"]: one["num_jobs"] for one in told["reward_workers"]} == {"dear": 12, "cheap": 0}
 
 
 @pytest.mark.usefixtures("bubblewrap")
@@ -443,7 +500,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "a return of a job that it was not given": (lambda job: r.JobsReturned((job.job + 7,)), "result"),
     "a job number below zero": (lambda job: raw("job_done", -1, b""), "frame"),
     "a job number beyond all": (lambda job: raw("job_done", 1 << 63, b""), "frame"),
-    "a result of two megabytes": (lambda job: raw("job_done", job.job, b"x" * (2 << 20)), "frame"),
+    "a result of ten megabytes": (lambda job: raw("job_done", job.job, b"x" * (10 << 20)), "frame"),
     "a return of a million jobs": (lambda job: raw("jobs_returned", [1] * 10_000), "frame"),
     "a second hello": (lambda job: r.RewardHello(), "order"),
     "more than a frame has": (lambda job: raw("job_done", job.job, b"", "more"), "frame"),
@@ -469,7 +526,7 @@ def test_a_worker_that_says_what_cannot_be_true_is_refused_and_its_answers_are_s
             await until(lambda: live.refused.get(kind, 0) >= 1, f"it is refused for {kind}: {live.refused}")
             async with reward_worker(live):
                 assert (await task).score == 4.0
-            if lie != "a result of two megabytes":  # such a frame is not read: its connection is cut
+            if lie != "a result of ten megabytes":  # such a frame is not read: its connection is cut
                 assert "liar" in live.service.lobby.turned_away
                 await until(lambda: peer.release is not None and peer.release.in_anger, "it was told so")
                 with pytest.raises(UserError, match="reward worker 'another' was sent away: "):

@@ -68,7 +68,7 @@ def test_answers_are_scored_by_the_number_of_their_prompt_or_by_a_row_of_their_o
         ([{"prompt": 0, "answer": "x"}, {"answer": "x"}], "answers.jsonl:2: expected either `prompt`, a number, or"),
         ([{"prompt": 20, "answer": "x"}], "answers.jsonl:1: prompt: got 20, expected a number from 0 to 19"),
         ([{"prompt": 0, "answer": "x", "domain": "no"}], "answers.jsonl:1: domain: got 'no', expected one of"),
-        ([{"prompt": 0, "answer": 5}], "answers.jsonl:1: Expected `str`, got `int`"),
+        ([{"prompt": 0, "answer": 5}], "answers.jsonl:1: Expected `str | null`, got `int`"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(

@@ -30,6 +30,7 @@ from polyrl.errors import ConfigError
 from polyrl.rewards.reward import RewardFailed
 from polyrl.run.plan import fit
 from polyrl.run.settings import weight_settings
+from polyrl.run.task_contract import Answered
 from polyrl.run.tasks import load_tasks
 from polyrl.run.validation import validator
 from polyrl.run.workers import doctor_command, join_command, worker_arguments
@@ -110,7 +111,7 @@ def test_a_reward_that_never_succeeds_is_told_from_one_that_fails_now_and_then(d
         watching = asyncio.create_task(tasks.failed())
         for answer in (first, *[[5]] * 32):
             with contextlib.suppress(RewardFailed):
-                await tasks.score(0, 0, answer, "stop")
+                await tasks.score(0, 0, Answered(answer, "stop"))
         await asyncio.wait((watching,), timeout=0.1)
         is_over = watching.done()
         watching.cancel()

@@ -12,6 +12,7 @@ from tests.integration.test_episodes import EchoEnvironment
 from polyrl.engines.engine import EngineError
 from polyrl.hosts.agent import HostAgent, HostOptions
 from polyrl.hosts.episode import CallLimits, Episode, EpisodeEnd, EpisodeFailed, NoRoom
+from polyrl.run.task_contract import Answered
 from polyrl.run.validation_desk import EpisodeLimits, HeldOutTask, ValidationDesk
 from polyrl.scheduling.core.parameters import EnvironmentRules
 from polyrl.trainer.local_engine import LocalAnswer
@@ -55,11 +56,15 @@ async def host(at: ValidationDesk, environment: EchoEnvironment) -> AsyncIterato
             await life
 
 
+def rewards_of(played: Sequence[Answered | None]) -> list[float | None]:
+    return [None if one is None or one.own is None else one.own.value for one in played]
+
+
 def validate(environment: EchoEnvironment, **settings) -> tuple[list[float | None], dict[str, int]]:
     async def scenario() -> tuple[list[float | None], dict[str, int]]:
         async with desk(**settings) as made, host(made, environment):
-            rewards = await made.play(TASKS)
-            return rewards, dict(made.take_failures())
+            played = await made.play(TASKS)
+            return rewards_of(played), dict(made.take_failures())
 
     return asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
@@ -133,7 +138,7 @@ def test_a_host_that_dies_is_replaced_and_its_episodes_begin_again():
             async with host(made, EchoEnvironment(hang)):
                 await waiting.wait()
             async with host(made, EchoEnvironment()):
-                return await playing
+                return rewards_of(await playing)
 
     assert asyncio.run(asyncio.wait_for(scenario(), 60.0)) == [expected_reward()] * 6
 

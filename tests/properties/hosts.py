@@ -24,7 +24,11 @@ ENVIRONMENTS = ("maze", "shop")
 def with_environments(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     """Make at least one domain of episodes."""
     domains = [
-        msgspec.structs.replace(domain, environment=ENVIRONMENTS[number] if number == 0 or rng.random() < 0.5 else "")
+        msgspec.structs.replace(
+            domain,
+            environment=ENVIRONMENTS[number] if number == 0 or rng.random() < 0.5 else "",
+            scores_episodes=rng.random() < 0.5,
+        )
         for number, domain in enumerate(config.domains)
     ]
     rules = EnvironmentRules(
@@ -76,6 +80,8 @@ class EpisodeWorld(HostileWorld):
         self.drawn: dict[SampleId, int] = {}
         """Tokens of complete calls, as the driver holds them."""
         self.rewarded: set[SampleId] = set()
+        self.judged: set[SampleId] = set()
+        """Those that the trainer has scored too."""
 
     # Hosts
 
@@ -182,9 +188,9 @@ class EpisodeWorld(HostileWorld):
             case c.ForgetHost():
                 self.hosts.pop(command.host, None)
             case c.DeliverGroup():
-                episodes = self.config.domains[self.scheduler.desk.groups[command.group].domain].environment
-                for one in command.samples if episodes else ():
-                    if one not in self.rewarded:
+                domain = self.config.domains[self.scheduler.desk.groups[command.group].domain]
+                for one in command.samples if domain.environment else ():
+                    if one not in self.rewarded or (domain.scores_episodes and one not in self.judged):
                         raise LawViolation(f"episode {one} was delivered without a reward")
                     if self.scheduler.desk.samples[one].num_tokens != self.drawn[one]:
                         raise LawViolation(f"episode {one} was delivered with tokens that nobody received")
@@ -193,9 +199,19 @@ class EpisodeWorld(HostileWorld):
                 self.lengths[command.sample] = min(self.lengths[command.sample], command.max_tokens)
                 super().carry_out(command)
             case c.Score() if self.is_episode(command.sample):
-                raise LawViolation("an episode was sent to be scored")
+                domain = self.config.domains[self.scheduler.desk.groups[group_of(command.sample)].domain]
+                if not domain.scores_episodes or command.sample not in self.rewarded:
+                    raise LawViolation("an episode was sent to be scored that is final, or has not ended")
+                if command.attempt > self.config.rewards.max_attempts:
+                    raise LawViolation("attempts at an episode count as attempts at its reward")
+                super().carry_out(command)
             case _:
                 super().carry_out(command)
+
+    def tell(self, event: e.Event) -> None:
+        if isinstance(event, e.RewardFinished) and event.outcome not in ("infrastructure_failed", "no_reward"):
+            self.judged.add(event.sample)
+        super().tell(event)
 
     def is_episode(self, sample: SampleId) -> bool:
         group = self.scheduler.desk.groups.get(group_of(sample))

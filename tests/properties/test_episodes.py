@@ -15,7 +15,7 @@ def test_all_laws_hold_where_environments_are_played_and_the_run_goes_on_when_th
 
 def test_the_worlds_reach_every_end_of_an_episode():
     ends: dict[str, int] = {}
-    lost = 0
+    lost = judged = 0
     for seed in range(40):
         world = EpisodeWorld(seed)
         world.play(250)
@@ -23,6 +23,7 @@ def test_the_worlds_reach_every_end_of_an_episode():
         for outcome, num in ledger.episodes_ended.items():
             ends[outcome] = ends.get(outcome, 0) + num
         lost += sum(line.num_losses for line in ledger.hosts.values())
+        judged += len(world.judged & world.rewarded)
         assert ledger.num_calls > 0
     assert set(ends) == {"scored", "failed", "timed_out"}
-    assert lost > 20
+    assert lost > 20 and judged > 20

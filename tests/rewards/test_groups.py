@@ -12,7 +12,7 @@ from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
 from polyrl.rewards.failures import HOPELESS, RewardFailures
-from polyrl.rewards.groups import RewardGroup, make_group, take_apart
+from polyrl.rewards.groups import AnswerFacts, RewardGroup, make_group, take_apart
 from polyrl.rewards.line import RewardCall
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.messages import Failed, GroupScored, RewardScored
@@ -29,7 +29,7 @@ def _modules_of_a_person(monkeypatch: pytest.MonkeyPatch):
 
 
 def group(*answers: str) -> RewardGroup:
-    return make_group(SHARED, [(one, "stop", len(one) + 1) for one in answers or ("a", "bb", "ccc")])
+    return make_group(SHARED, [AnswerFacts(one, "stop", len(one) + 1) for one in answers or ("a", "bb", "ccc")])
 
 
 def named(which: str, **settings: Any) -> WeightedReward:
@@ -45,7 +45,7 @@ def score(name: str, given: RewardGroup | None = None, *, timeout_s: float = 20.
 
 def test_a_function_gets_all_answers_of_a_prompt_and_returns_a_reward_for_each():
     assert [one.score for one in score("rank")] == [1.0, 0.5, 0.0]
-    first, second = score("told", make_group(SHARED, [("a", "stop", 2), ("bb", "length", 9)]))
+    first, second = score("told", make_group(SHARED, [AnswerFacts("a", "stop", 2), AnswerFacts("bb", "length", 9)]))
     assert first == Reward(7.0, {"length": 1.0, "tokens": 2.0, "cut": 0.0})
     assert second == Reward(7.0, {"length": 2.0, "tokens": 9.0, "cut": 1.0})
 
@@ -168,7 +168,7 @@ def test_where_all_functions_are_of_groups_an_answer_alone_is_worth_nothing_and_
 def test_what_answers_share_travels_once():
     given = group("a", "bb")
     shared, facts = take_apart(given)
-    assert facts == [("a", "stop", 2), ("bb", "stop", 3)] and shared.row is given.row
+    assert facts == [AnswerFacts("a", "stop", 2), AnswerFacts("bb", "stop", 3)] and shared.row is given.row
     assert facts is not None and make_group(shared, facts) == given
     assert take_apart(given.answers[0]) == (given.answers[0], None)
 

@@ -161,6 +161,18 @@ def test_every_process_fills_up_with_async_functions_from_the_first_answers_on()
     assert with_pool(body, processes=2) == 16
 
 
+def test_one_process_alone_starts_what_async_functions_share_when_the_first_answers_come_together(tmp_path: Path):
+    """A reward model is not loaded once for each of the first answers."""
+    notes = tmp_path / "notes"
+
+    async def body(pool: RewardPool) -> None:
+        asked = [pool.score("own_rewards:CountedAsync", given(), {"notes": str(notes)}) for _ in range(8)]
+        await asyncio.gather(*asked)
+
+    with_pool(body, processes=8)
+    assert notes.read_text().split().count("made") == 1
+
+
 def test_async_functions_that_are_asked_for_in_one_breath_run_beside_each_other():
     """Whatever the process reads together with the first of them waits for nobody."""
     ours, theirs = socket.socketpair()

@@ -14,6 +14,7 @@ from polyrl.data.prompts import Messages
 from polyrl.data.sources import open_training
 from polyrl.data.tokens import ModelTokenizer
 from polyrl.rewards.reward import Reward, RewardInput
+from polyrl.run.task_contract import Answered
 from polyrl.run.tasks import Domain, RecipeTasks
 
 NOTHING: Mapping[str, Any] = {}
@@ -63,7 +64,7 @@ def test_a_chat_template_is_rendered_once_for_all_samples_of_a_prompt(tokenizer:
     async def score_all() -> None:
         for prompt in (0, 1):
             for number in range(8):
-                await tasks.score(0, prompt, [number], "stop")
+                await tasks.score(0, prompt, Answered([number], "stop"))
 
     asyncio.run(score_all())
     assert tokenizer.num_written - before == 2

@@ -12,6 +12,7 @@ import pytest
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe import Recipe
 from polyrl.rewards.reward import Reward, RewardFailed
+from polyrl.run.task_contract import Answered
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalAnswer, LocalPrompt
@@ -65,7 +66,8 @@ class Tasks:
     def validation_tokens(self, name: str) -> list[Any]:
         return [np.array(one, np.int32) for one in self.prompts]
 
-    async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
+    async def score_validation(self, name: str, prompt: int, given: Answered) -> float:
+        answer = given.tokens
         assert answer, "what was never written has no reward"
         if answer[0] > 1:
             raise ValueError("no\nidea")
@@ -136,10 +138,8 @@ class GroupTasks(Tasks):
     prompts = ([1], [0], [1, 1])
     scores_groups = True
 
-    async def score_validation_group(
-        self, name: str, prompt: int, answers: list[tuple[list[int], str]]
-    ) -> list[Reward | None]:
-        assert answers == [(list(self.prompts[prompt]), "stop")] * 2
+    async def score_validation_group(self, name: str, prompt: int, answers: list[Answered]) -> list[Reward | None]:
+        assert answers == [Answered(list(self.prompts[prompt]), "stop")] * 2
         if prompt == 2:
             raise RewardFailed("rank: returned 1 rewards, expected 2")
         return [Reward(4.0), None if prompt == 0 else Reward(6.0)]

@@ -326,7 +326,7 @@ def test_a_run_that_an_older_version_wrote_goes_on(tmp_path):
     field that is added to a command, or to what one holds, is left out where it has its default."""
     shutil.copytree(OLD_RUN, tmp_path / "run" / LIVE_FOLDER)
     expected = msgspec.msgpack.decode((OLD_RUN / "kept.msgpack").read_bytes())
-    later = {"sample": ({}, False, []), "prompt": (b"",)}  # the defaults of fields that came since
+    later = {"sample": ({}, False, [], None), "prompt": (b"",)}  # the defaults of fields that came since
     expected = {name: [*one, *later.get(name.split()[0], ())] for name, one in expected.items()}
     service = Service(tmp_path / "run", SMALL_FILES)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(kept(service))) == expected

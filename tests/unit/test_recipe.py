@@ -282,7 +282,10 @@ def test_servers_that_keep_caches_over_installs_are_refused_for_episodes():
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        ({"environment": "calculator", "reward": "math"}, "data.reward: the environment gives the reward"),
+        (
+            {"environment": "calculator", "reward": "math"},
+            "data.reward: math needs rows, and the environment brings its own",
+        ),
         (
             {"environment": "calculator", "validation": "more.jsonl"},
             "data.validation: the environment brings its tasks",

@@ -12,7 +12,7 @@ from polyrl.cli import dialing
 EXIT_LEFT_BADLY = 1
 _OF_ENGINES = {
     "check": False, "engine": "emulated", "model": None, "engine_python": None, "engine_url": None,
-    "engine_config": None, "session_file": None, "spot": False, "price": 0.0, "devices": 1, "notice": 0.0,
+    "engine_config": None, "session_file": None, "spot": False, "devices": 1, "notice": 0.0,
     "relay_on": None, "no_relay": False, "egress_mb_s": 0.0, "mooncake": "", "settings": [], "rest": [],
 }  # fmt: skip
 """Options that say something about an engine, and their defaults."""
@@ -31,6 +31,7 @@ async def score(args: argparse.Namespace, name: str) -> int:
         places=len(os.sched_getaffinity(0)) if args.slots is None else args.slots,
         log=None if args.log is None else Path(args.log),
         drain_deadline_s=args.drain_deadline,
+        price_usd_per_hour=args.price,
     )
     agent = RewardAgent(dialing.dialer_to(args.join, args.token_file, args.ca), options)
     loop = asyncio.get_running_loop()
@@ -55,6 +56,8 @@ def check_options(args: argparse.Namespace) -> None:
             raise UserError(f"{option}: is of an engine, and --rewards has none; leave it out")
     if args.slots is not None and not 1 <= args.slots <= MAX_PLACES:
         raise UserError(f"--slots: {args.slots}; expected 1 to {MAX_PLACES} answers at once")
+    if not 0 <= args.price <= 1e6:
+        raise UserError(f"--price: {args.price:g} is not a price; expected US dollars per hour, 0 or more")
     if args.log is not None:
         try:
             with Path(args.log).open("ab"):

@@ -18,7 +18,8 @@ examples:
 
 FILE has a JSON object a line: {"prompt": 3, "answer": "1+2=3"}, with the number of a prompt of the recipe's data, or
 {"row": {...}, "answer": "..."}, with the columns of a row; {"domain": "code", ...} where the recipe has several.
-Answers to the same prompt form a group, for rewards of whole groups.
+An episode has its calls, and its environment's reward: {"prompt": 3, "calls": [{"given": "...", "drawn": "..."}, ...],
+"reward": 0.5}. Answers to the same prompt form a group, for rewards of whole groups.
 
 The exit code is 1 if a reward failed."""
 

@@ -31,7 +31,7 @@ from polyrl.wire import columns, frames
 from polyrl.wire.columns import PIECE_BYTES
 from polyrl.wire.control import AnswerRules, RunReply, RunRequest, Status
 from polyrl.wire.dial import Dialer
-from polyrl.wire.frames import Origin, Sampling, Segment
+from polyrl.wire.frames import EnvironmentReward, Origin, Sampling, Segment
 
 log = logging.getLogger("polyrl.client")
 
@@ -84,6 +84,8 @@ class Sample(NamedTuple):
     """The calls of an episode, in order. Empty: the sample is one answer to its group's prompt."""
     limit_s: float = 0.0
     """For its reward, where limits are learned: the CPU time that a program in the answer may take. Otherwise 0."""
+    own: EnvironmentReward | None = None
+    """The reward that an episode's environment gave it; None for a single answer."""
 
     @property
     def name(self) -> str:
@@ -639,7 +641,8 @@ def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
     calls = _calls(text.calls, tokens)
-    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
+    read = Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
+    return read._replace(own=text.own)
 
 
 def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[EpisodeCall, ...]:

@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
-from polyrl.config.rewards import REWARD_NAMES, RewardsSection, WeightedReward
+from polyrl.config.rewards import ENVIRONMENT, REWARD_NAMES, RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -369,7 +369,8 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Keyword arguments of a source of your own."""
     reward: str | tuple[str, ...] | None = None
     """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`; or several, whose
-    scores are added up. None: all of rewards.functions; where there are none, the source's own, if it has one."""
+    scores are added up. None: all of rewards.functions; where there are none, the source's own, if it has one. With an
+    environment: its own reward is called environment, and counts beside all of rewards.functions, or if it is named."""
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
@@ -429,8 +430,6 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return
         if self.source == ARITHMETIC:
             raise ValueError('source: "arithmetic" has prompts of its own; an environment wants rows, or none')
-        if self.reward is not None:
-            raise ValueError("reward: the environment gives the reward; leave it out")
         places = self.validation.values() if isinstance(self.validation, dict) else (self.validation,)
         if self.source and HELD_OUT in places:
             raise ValueError(f'validation: "{HELD_OUT}" is for tasks that an environment brings; expected rows')
@@ -773,7 +772,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return bool(self.validation_names and (self.validation.at_start or self.validation.every_steps))
 
     def _check_rewards(self) -> None:
-        unused = [one.title for one in self.rewards.functions]
+        has_episodes = any(domain.environment for domain in self.data.all_domains)
+        unused = [one.title for one in self.rewards.functions if not has_episodes or one.function != ENVIRONMENT]
         for index, domain in enumerate(self.data.all_domains):
             key = f"data.domains.{index}.reward" if self.data.domains else "data.reward"
             try:
@@ -825,9 +825,9 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def rewards_of(self, domain: DomainSection) -> tuple[WeightedReward, ...]:
-        """The functions that score a domain's answers; none where an environment does."""
+        """The functions that score a domain's answers or episodes; none where an environment's own reward is all."""
         if domain.environment:
-            return ()
+            return self.rewards.of_episodes(domain.reward, has_rows=bool(domain.source))
         return self.rewards.chosen(domain.reward, ARITHMETIC if domain.source == ARITHMETIC else None)
 
     def environment_of(self, domain: DomainSection) -> str:

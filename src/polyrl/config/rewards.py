@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from polyrl.scheduling.core.bounds import AtLeastOne, Positive
 
@@ -17,6 +17,10 @@ STAYS = ("judge", "polyrl.rewards.judge:Judge")
 """The function of ours that no reward worker gets, by both of its names: keys and budget are the run's own."""
 ASKS_MODEL = (*STAYS, "reward_model", "polyrl.rewards.reward_model:RewardModel")
 """Functions of ours that ask a model about one answer."""
+ENVIRONMENT = "environment"
+"""The name of an environment's own reward, among the functions that score its episodes."""
+COMPARING = ("arithmetic", "math")
+"""Functions of ours that compare with the row's answer: every row must have one."""
 REWARD_NAMES = "arithmetic, math, code, judge, reward_model or module:function"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -25,7 +29,8 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A reward function and its weight in the sum."""
 
     function: str
-    """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`."""
+    """arithmetic, math, code, judge, reward_model, or a function of your own: `module:function`; environment: the
+    reward that an episode's environment gives."""
     name: str = ""
     """The name in metrics and samples; empty: the function's own name."""
     weight: float = 1.0
@@ -45,6 +50,8 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"name: got {self.name!r}, expected up to 64 letters, digits, _ . or -")
         if self.whole_group and (":" not in self.function or self.function in (*OWN_SANDBOX, *ASKS_MODEL)):
             raise ValueError(f"whole_group: {self.function} scores one answer, expected a function of your own")
+        if self.function == ENVIRONMENT and self.args:
+            raise ValueError("args: environment takes none; data.environment_args are the environment's")
 
     @property
     def title(self) -> str:
@@ -126,12 +133,40 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises ValueError for a domain without any.
         """
         if reward is None:
-            if self.functions:
-                return self.functions
+            of_answers = tuple(one for one in self.functions if one.function != ENVIRONMENT)
+            if of_answers:
+                return of_answers
             if own is None:
                 raise ValueError(f"missing, expected {REWARD_NAMES}, or [[rewards.functions]]")
             reward = own
-        known = {one.title: one for one in self.functions}
+        found = self._named(reward)
+        if any(one.function == ENVIRONMENT for one in found):
+            raise ValueError("environment is the reward of data.environment, which is missing")
+        return found
+
+    def of_episodes(self, reward: str | tuple[str, ...] | None, *, has_rows: bool) -> tuple[WeightedReward, ...]:
+        """Return the functions that score an environment's episodes, its own reward among them; none: that alone.
+
+        `reward` is the domain's setting. The environment's own reward counts unless the setting leaves it out; it is
+        reported all the same. Raises ValueError.
+        """
+        own = next((one for one in self.functions if one.function == ENVIRONMENT), WeightedReward(function=ENVIRONMENT))
+        if reward is None:
+            found = (own, *(one for one in self.functions if one.function != ENVIRONMENT))
+        else:
+            found = self._named(reward)
+            if own not in found:
+                found = (structs.replace(own, weight=0.0), *found)
+        compared = [one.function for one in found if one.function in (*COMPARING, *OWN_SANDBOX)]
+        if compared and not has_rows:
+            raise ValueError(
+                f"{compared[0]} needs rows, and the environment brings its own tasks; expected data.source, or a list "
+                'of other rewards, such as ["environment"]'
+            )
+        return () if found == (WeightedReward(function=ENVIRONMENT),) else found
+
+    def _named(self, reward: str | tuple[str, ...]) -> tuple[WeightedReward, ...]:
+        known = {ENVIRONMENT if one.function == ENVIRONMENT else one.title: one for one in self.functions}
         names = (reward,) if isinstance(reward, str) else reward
         found = tuple(known.get(name) or WeightedReward(function=name) for name in names)
         titles = [one.title for one in found]

@@ -61,7 +61,7 @@ def read_tasks(
 
 def to_task(row: Row, domain: DomainFields, *, needs_answer: NeedsAnswer, key: str = "data") -> Task:
     prompt = _prompt(row, domain, key)
-    return Task(prompt, _expected(row, domain.answer_key, needs_answer=needs_answer), row.fields)
+    return Task(prompt, expected_of(row, domain.answer_key, needs_answer=needs_answer), row.fields)
 
 
 @lru_cache
@@ -145,7 +145,7 @@ def _messages(place: str, name: str, value: list[Any]) -> Messages:
     return messages
 
 
-def _expected(row: Row, name: str, *, needs_answer: NeedsAnswer) -> str:
+def expected_of(row: Row, name: str, *, needs_answer: NeedsAnswer) -> str:
     """Return the expected answer as text. Values that are neither texts nor numbers become JSON, for custom rewards."""
     value = column(row.fields, name)
     instead = needs_answer if isinstance(needs_answer, str) else ""

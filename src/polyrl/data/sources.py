@@ -17,7 +17,7 @@ from msgspec import json, structs
 
 from polyrl.config.recipe import ARITHMETIC, HELD_OUT, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
-from polyrl.data.prompts import NeedsAnswer, Task, read_tasks, to_task
+from polyrl.data.prompts import NeedsAnswer, Task, expected_of, read_tasks, to_task
 from polyrl.data.rows import DataError, Row, read_rows
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 
@@ -160,10 +160,21 @@ class ArithmeticSource:
 class EnvironmentSource:
     """The tasks of an environment: rows of the recipe's data, or a number of tasks that the environment brings."""
 
-    def __init__(self, num_tasks: int, rows: Iterable[Row] | None = None, first: int = 0) -> None:
-        """`first` is the number of its first task, among those of the environment."""
+    def __init__(
+        self,
+        num_tasks: int,
+        rows: Iterable[Row] | None = None,
+        first: int = 0,
+        *,
+        answer_key: str = "answer",
+        needs_answer: NeedsAnswer = False,
+    ) -> None:
+        """`first` is the number of its first task, among those of the environment. Raises DataError for a row without
+        an answer, where functions need one."""
         self.first = first
-        self._rows = None if rows is None else [json.encode(row.fields) for row in rows]
+        read = None if rows is None else list(rows)
+        self._rows = None if read is None else [json.encode(row.fields) for row in read]
+        self._expected = [expected_of(row, answer_key, needs_answer=needs_answer) for row in read or ()]
         self._num_tasks = num_tasks if self._rows is None else len(self._rows)
 
     @property
@@ -175,7 +186,9 @@ class EnvironmentSource:
         return b"" if self._rows is None else self._rows[prompt]
 
     def task(self, prompt: int) -> Task:
-        return Task("", "", json.decode(self._rows[prompt]) if self._rows else {})
+        if self._rows is None:
+            return Task("", "", {})
+        return Task("", self._expected[prompt], json.decode(self._rows[prompt]))
 
     def written(self, prompt: int) -> str:
         return f"task {prompt} of an environment, which writes its prompts"
@@ -212,7 +225,9 @@ def open_training(
     """
     if domain.environment:
         rows = read_rows(domain.source, domain.num_prompts, domain.source_args, key) if domain.source else None
-        return EnvironmentSource(domain.num_prompts or NUM_TASKS, rows)
+        return EnvironmentSource(
+            domain.num_prompts or NUM_TASKS, rows, answer_key=domain.answer_key, needs_answer=needs_answer
+        )
     assert domain.source is not None
     if domain.source == ARITHMETIC:
         num_prompts = NUM_TRAIN if domain.num_prompts is None else domain.num_prompts
@@ -238,7 +253,8 @@ def open_validation(
         if place == HELD_OUT:
             trained = 0 if domain.validation_args else domain.num_prompts or NUM_TASKS
             return EnvironmentSource(num_prompts, first=trained)
-        return EnvironmentSource(0, read_rows(place, num_prompts, domain.validation_args, key))
+        rows = read_rows(place, num_prompts, domain.validation_args, key)
+        return EnvironmentSource(0, rows, answer_key=domain.answer_key, needs_answer=needs_answer)
     if place == ARITHMETIC:
         num_prompts = min(num_prompts, NUM_VALIDATION)
         return ArithmeticSource(

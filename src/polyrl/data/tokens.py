@@ -74,6 +74,16 @@ class ModelTokenizer:
                 f"config.json has vocab_size {self._vocabulary}"
             )
 
+    @property
+    def chat_template(self) -> str:
+        """The chat template, or the first of several; empty if there is none."""
+        found = self._tokenizer.chat_template or ""
+        return found if isinstance(found, str) else next(iter(found.values()), "")
+
+    def written_out(self, tokens: Sequence[int]) -> str:
+        """Decode tokens, with special ones written out."""
+        return self._decode(list(tokens))
+
     def text(self, answer: Sequence[int]) -> str:
         """Decode an answer, without the tokens that end it."""
         num = len(answer)

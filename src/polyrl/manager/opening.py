@@ -9,6 +9,7 @@ import secrets
 from polyrl.errors import Refused
 from polyrl.ids import Version
 from polyrl.manager import frames_out
+from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.frames_in.host_joining import seat_all
 from polyrl.manager.frames_in.joining import NO_MODEL, is_key, tell_joined
 from polyrl.manager.lobby import Lobby
@@ -129,3 +130,5 @@ def _seat_all(run: Run) -> None:
         session.heard_at = session.told_at = session.told_heard_at = lobby.now()
         tell_joined(run, session)
     seat_all(run)
+    for reward_worker in lobby.reward_relay.workers.values():
+        reward_joining.tell_joined(run, reward_worker)

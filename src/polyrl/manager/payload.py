@@ -16,7 +16,7 @@ from polyrl.manager.notes import VersionOffered
 from polyrl.manager.peers.link import Link
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES
-from polyrl.wire.frames import Ended, NewTokens, PromptPayload, SamplePayload, Segment
+from polyrl.wire.frames import Ended, EnvironmentReward, NewTokens, PromptPayload, SamplePayload, Segment
 
 _OFFERS_KEPT = 64
 """Versions whose digests are kept: more than any staleness that is worth training on."""
@@ -31,6 +31,7 @@ class SampleTokens:
         "calls",
         "engine",
         "finish",
+        "own",
         "parts",
         "reward",
         "row",
@@ -53,6 +54,8 @@ class SampleTokens:
         self.finish = ""
         self.reward = 0.0
         self.parts: dict[str, float] = {}
+        self.own: EnvironmentReward | None = None
+        """Of an episode that has ended: its environment's reward, which `reward` is until the trainer has scored it."""
         self.calls: list[CallRecord] = []
         """An episode's; empty for a single answer."""
         self.asked: tuple[int, int] = (0, -1)
@@ -87,6 +90,11 @@ class SampleTokens:
         del self.cells[num_tokens * CELL_BYTES :]
         self.segments = [one for one in self.segments if one.from_token < num_tokens]
         self.version = -1
+
+    def end_episode(self, finish: str, reward: float, parts: dict[str, float]) -> None:
+        """Note the reward that the environment gave."""
+        self.finish, self.reward, self.parts = finish, reward, parts
+        self.own = EnvironmentReward(reward, parts)
 
     def begin_segment(self, version: int) -> None:
         """Note that the next token is by this version."""
@@ -170,7 +178,9 @@ class Payload:
                 one if one.digest else structs.replace(one, digest=self.digest_of(one.version)) for one in segments
             ]
         calls = payload_of(text.calls) if text.calls else ()
-        return SamplePayload(sample, cells, tuple(segments), text.finish, text.reward, text.parts, calls=calls)
+        return SamplePayload(
+            sample, cells, tuple(segments), text.finish, text.reward, text.parts, calls=calls, own=text.own
+        )
 
     @property
     def num_bytes(self) -> int:

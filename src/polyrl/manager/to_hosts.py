@@ -94,8 +94,7 @@ def keep_episode(
         text.cut(num_calls, num_tokens)
     else:
         del text.calls[num_calls:]
-    text.reward, text.parts = reward, parts
-    text.finish = text.calls[-1].finish
+    text.end_episode(text.calls[-1].finish, reward, parts)
     run.note_grants()
     run.lobby.journal.add_note(EpisodeKept(sample, num_calls, num_tokens, is_cut, text.finish, text.reward, text.parts))
 

@@ -16,10 +16,24 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyrl.errors import ConfigError, shorten
-from polyrl.rewards.reward import Reward, RewardFailed, RewardFunction, RewardInput, RewardUnavailable, check_value
+from polyrl.rewards.reward import (
+    Reward,
+    RewardEpisode,
+    RewardFailed,
+    RewardFunction,
+    RewardInput,
+    RewardUnavailable,
+    check_value,
+)
 
-AnswerFacts = tuple[str, str, int]
-"""The answer, its finish and its number of tokens."""
+
+class AnswerFacts(NamedTuple):
+    """What the answers of a group do not share."""
+
+    answer: str
+    finish: str
+    num_tokens: int
+    episode: RewardEpisode | None = None
 
 
 class RewardGroup(NamedTuple):
@@ -37,17 +51,21 @@ class RewardGroup(NamedTuple):
 
 def make_group(shared: RewardInput, answers: Sequence[AnswerFacts]) -> RewardGroup:
     """Return the group of these answers; `shared` has the prompt, the expected answer and the row."""
-    made = [
-        shared._replace(answer=answer, finish=finish, num_tokens=num, limit_s=0.0) for answer, finish, num in answers
-    ]
-    return RewardGroup(shared.prompt, shared.expected, shared.row, made)
+    made = [shared._replace(limit_s=0.0, **one._asdict()) for one in answers]
+    made = [one if one.episode is None else one._replace(prompt=_first_prompt(one.episode)) for one in made]
+    prompt = made[0].prompt if made else shared.prompt
+    return RewardGroup(prompt, shared.expected, shared.row, made)
+
+
+def _first_prompt(episode: RewardEpisode) -> str:
+    return episode.calls[0].given if episode.calls else ""
 
 
 def take_apart(given: RewardInput | RewardGroup) -> tuple[RewardInput, list[AnswerFacts] | None]:
     """Return what the answers of a group share, and what they do not; None for a single answer."""
     if isinstance(given, RewardInput):
         return given, None
-    facts = [(one.answer, one.finish, one.num_tokens) for one in given.answers]
+    facts = [AnswerFacts(one.answer, one.finish, one.num_tokens, one.episode) for one in given.answers]
     return RewardInput(given.prompt, "", given.expected, given.row, "", 0), facts
 
 

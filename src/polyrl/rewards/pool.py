@@ -9,11 +9,12 @@ a limit. Processes are started on demand. Built-in functions that cannot take lo
 processes, or instead of them, there are places at reward workers (remote/places.py): an answer goes to a process if one
 is free, otherwise to a reward worker, and waits as long as there is neither.
 
-Rules kept here: a function that hangs is killed with its process. A function that crashes its process harms only its
-own answer: the other answers in that process are scored again, each alone in a new process. So is an answer whose
-process broke after it had scored others, since their leftovers may be the cause. An answer that itself took too long is
-not tried again. An answer that nobody waits for any more is still finished: restarting a process would cost more.
-An answer that a reward worker was lost over goes to another one; after some losses it has no reward for now.
+Rules kept here: until the first call of a function has begun, no second process is started for it: only then is it
+known whether its calls share one. A function that hangs is killed with its process. A function that crashes its process
+harms only its own answer: the other answers in that process are scored again, each alone in a new process. So is an
+answer whose process broke after it had scored others, since their leftovers may be the cause. An answer that itself
+took too long is not tried again. An answer that nobody waits for any more is still finished: restarting a process would
+cost more. An answer that a reward worker was lost over goes to another one; after some losses it has no reward for now.
 """
 
 import asyncio
@@ -73,6 +74,8 @@ class RewardPool:
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
         """Whether each function that was called is async."""
+        self._first: dict[str, RewardProcess] = {}
+        """The process that makes the first call of a function, until it is known whether the function is async."""
 
     async def score(self, name: str, given: RewardInput, arguments: Mapping[str, object] | None = None) -> Reward:
         """Score one answer.
@@ -204,6 +207,8 @@ class RewardPool:
         try:
             return await process.ask(call)
         finally:
+            if self._first.get(call.function) is process:
+                del self._first[call.function]
             self._give_back(process)
 
     # Assigning processes
@@ -234,6 +239,8 @@ class RewardPool:
             process.num_asking += 1
             process.is_alone = place.alone
             process.is_shared = self._is_async.get(place.name, False) and not place.alone
+            if place.name not in self._is_async:
+                self._first[place.name] = process
         place.process.set_result(process)
 
     def _place_for(self, place: "_Place") -> RewardProcess | None:
@@ -244,6 +251,8 @@ class RewardPool:
             if len(self._processes) >= self._max_processes and idle:
                 self._end(idle[0])
             return self._start_one()
+        if place.name not in self._is_async and place.name in self._first:
+            return None  # async functions share a process, and each further one would load a reward model again
         usable = [one for one in self._processes if one.is_usable]
         if self._is_async.get(place.name, False):
             shared = [one for one in usable if one.is_shared and 0 < one.num_asking < self._together]

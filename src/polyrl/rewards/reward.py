@@ -19,11 +19,11 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from polyrl.config.plugins import check_arguments, find
-from polyrl.config.rewards import WeightedReward
+from polyrl.config.rewards import COMPARING, WeightedReward
 from polyrl.errors import ConfigError, NoReward, PolyrlError, shorten
 
 OURS = {
@@ -33,21 +33,52 @@ OURS = {
     "judge": "polyrl.rewards.judge:Judge",
     "reward_model": "polyrl.rewards.reward_model:RewardModel",
 }
-COMPARING = ("arithmetic", "math")
-"""Those of ours that compare with the row's answer: every row must have one."""
 SCORE = "score"
 """The key of the reward itself in a dict of parts, if it is not the sum of the parts."""
 MAX_PARTS = 32
 _PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+class ToolUse(NamedTuple):
+    """A tool call that the policy wrote."""
+
+    name: str
+    arguments: str
+    """As JSON, if that is what the policy wrote."""
+
+
+class CallText(NamedTuple):
+    """One call of an episode: the environment gave a prompt, and the policy drew an answer."""
+
+    given: str
+    """The text that is new in its prompt: all of it, or what follows the call that it goes on from. Special tokens are
+    written out."""
+    drawn: str
+    """The text that the policy drew, without the token that ends it."""
+    tool_calls: Sequence[ToolUse] = ()
+    finish: str = "stop"
+    """`stop`, or `length` if the answer was cut off."""
+    after: int = -1
+    """The number of the earlier call that its prompt goes on from; -1: the prompt begins anew."""
+
+
+class RewardEpisode(NamedTuple):
+    """An episode as a reward function sees it."""
+
+    calls: list[CallText]
+    reward: float
+    """The reward that the environment gave."""
+    parts: Mapping[str, float] = {}
+    """The parts of that reward, by name."""
+
+
 class RewardInput(NamedTuple):
     """The facts about an answer that a reward function gets."""
 
     prompt: str
-    """The prompt as the model saw it."""
+    """The prompt as the model saw it; of an episode, that of its first call."""
     answer: str
-    """The text of the answer, without the token that ends it."""
+    """The text of the answer, without the token that ends it; of an episode, the answer to its last call."""
     expected: str
     """The row's answer, as text; empty if it has none."""
     row: dict[str, Any]
@@ -55,9 +86,19 @@ class RewardInput(NamedTuple):
     finish: str
     """`stop`, or `length` if the answer was cut off."""
     num_tokens: int
-    """The number of answer tokens, the end token included."""
+    """The number of answer tokens, the end token included; of an episode, all that the policy drew."""
     limit_s: float = 0.0
     """The CPU time that a program in the answer may take, with `rewards.adaptive`; 0: no limit was learned."""
+    episode: RewardEpisode | None = None
+    """All calls of an episode, and its environment's reward; None for a single answer."""
+
+    @property
+    def conversation(self) -> str:
+        """The answer; of an episode, all that follows its first prompt, drawn and given texts in turn."""
+        if self.episode is None:
+            return self.answer
+        texts = [text for call in self.episode.calls for text in (call.given, call.drawn)]
+        return "".join(texts[1:])
 
 
 ScoreOutcome = Literal["scored", "timed_out", "crashed", "infrastructure_failed"]

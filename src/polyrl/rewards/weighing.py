@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from polyrl.config.rewards import WeightedReward
+from polyrl.config.rewards import ENVIRONMENT, WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.groups import RewardGroup
 from polyrl.rewards.once import ScoredOnce
@@ -97,6 +97,9 @@ def weigh(
 
 
 async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput, once: ScoredOnce | None) -> Reward:
+    if one.function == ENVIRONMENT:
+        assert given.episode is not None, "the recipe has it for episodes alone"
+        return Reward(given.episode.reward, given.episode.parts)
     make = partial(pool.score, one.function, given, one.args)
     return await _scored(one, given, make, None if one.function in QUICK else once, lambda reward: reward)
 

@@ -19,7 +19,7 @@ from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption, check_reachable
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.settings import caveat_of, manager_options, sampling_of, scheduler_config, weight_settings
-from polyrl.run.task_contract import Tasks
+from polyrl.run.task_contract import Answered, Tasks
 from polyrl.weights.server import WeightServer
 from polyrl.weights.tensors import pin_buffer
 from polyrl.wire.control import AnswerRules, DrainRequest, Status
@@ -79,13 +79,13 @@ async def connected(
         return Prompt(tasks.tokens(domain, prompt).tolist(), sampling, tasks.row(domain, prompt))
 
     async def reward_of(sample: Sample) -> RewardResult:
-        origin, answer = sample.origin, sample.tokens.tolist()
-        found = await tasks.score(origin.domain, origin.prompt, answer, sample.finish, sample.limit_s)
+        origin = sample.origin
+        found = await tasks.score(origin.domain, origin.prompt, _answered(sample), sample.limit_s)
         cpu_s = UNKNOWN_CPU_S if found.cpu_s is None else found.cpu_s  # nothing to learn from, and not free either
         return RewardResult(found.score, bool(found.correct), cpu_s, found.parts, found.outcome)
 
     async def group_reward_of(group: Group) -> list[RewardResult | None]:
-        answers = [(one.tokens.tolist(), one.finish) for one in group.samples]
+        answers = [_answered(one) for one in group.samples]
         found = await tasks.score_group(group.origin.domain, group.origin.prompt, answers)
         return [None if one is None else RewardResult(one.score, parts=one.parts) for one in found]
 
@@ -107,6 +107,10 @@ async def connected(
             fleet.digests.update(point.published)
             checkpoints.check_that_it_fits(fleet.opened, point.next_step, recipe.max_staleness)
         yield fleet
+
+
+def _answered(sample: Sample) -> Answered:
+    return Answered(sample.tokens.tolist(), sample.finish, sample.calls, sample.own)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from polyrl.client import EpisodeCall
 from polyrl.config import load_toml
 from polyrl.data.tokens import ModelTokenizer
 from polyrl.errors import JournalError, UserError
@@ -23,11 +22,11 @@ from polyrl.ids import GroupId, SampleId, group_of, show_sample
 from polyrl.journal.files import find_begun, open_journal
 from polyrl.journal.framing import CutShort
 from polyrl.journal.records import resume_scheduler
-from polyrl.manager.calls import OPEN, prompt_of
 from polyrl.manager.journal import read_payload
 from polyrl.manager.notes import EpisodeKept, RewardKept
-from polyrl.manager.payload import Payload, SampleTokens
+from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
+from polyrl.run.conversations import calls_of
 from polyrl.scheduling.core import commands as c
 from polyrl.trainer.batch import TrainGroup, TrainSample, TrainSegment, number_episodes
 from polyrl.trainer.sequences import make_sequences
@@ -247,7 +246,7 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
         for one, end in zip(text.segments, ends, strict=True)
     )
     tokens, reward = columns.view_cells(text.cells)["token"], text.reward if is_scored else None
-    sequences = make_sequences(_calls(text), tokens.astype(np.int32))
+    sequences = make_sequences(calls_of(text.calls, text.cells), tokens.astype(np.int32))
     spans = tuple(_spans(one.tokens.tolist(), one.trained.tolist()) for one in sequences)
     if spans:
         given = spans[0][0].tokens
@@ -258,15 +257,6 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
         step, show_sample(sample), "open", given, answer, reward, text.parts, text.finish, turns, len(tokens), spans,
         () if spans else columns.view_cells(text.cells)["logprob"].tolist(),
     )  # fmt: skip
-
-
-def _calls(text: SampleTokens) -> list[EpisodeCall]:
-    prompts = [prompt_of(text.calls, text.cells, number) for number in range(len(text.calls))]
-    return [
-        EpisodeCall(np.frombuffer(prompt, columns.TOKEN_IDS), call.start, call.end, call.finish)
-        for prompt, call in zip(prompts, text.calls, strict=True)
-        if call.end != OPEN
-    ]
 
 
 def _steps_of_groups(run_dir: Path) -> dict[GroupId, int]:

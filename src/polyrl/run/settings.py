@@ -38,6 +38,7 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
                 prompts_per_step=domain.prompts_per_step,
                 num_prompts=available,
                 environment=recipe.environment_of(domain),
+                scores_episodes=bool(domain.environment and recipe.rewards_of(domain)),
             )
         )
     streaming = recipe.train.mode != "synchronous"

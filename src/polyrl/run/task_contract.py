@@ -3,12 +3,21 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from polyrl.client import EpisodeCall
 from polyrl.data.tokens import TokenIds
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward
+from polyrl.wire.frames import EnvironmentReward
 
-Answered = tuple[list[int], str]
-"""The tokens of an answer, and its finish."""
+
+class Answered(NamedTuple):
+    """An answer, or an episode, whose tokens are all that the policy drew."""
+
+    tokens: list[int]
+    finish: str
+    calls: Sequence[EpisodeCall] = ()
+    """An episode's; `own` is the reward that its environment gave it."""
+    own: EnvironmentReward | None = None
 
 
 class UnderWay(NamedTuple):
@@ -40,7 +49,7 @@ class Tasks(Protocol):
         """The digest of each domain's prompts in order; empty where the recipe alone determines them."""
         ...
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0) -> Reward:
+    async def score(self, domain: int, prompt: int, answer: Answered, limit_s: float = 0.0) -> Reward:
         """Return the reward. Raises if there is none: a missing reward is never a zero.
 
         `limit_s` is the CPU time that the answer's program may take; 0: no limit was learned.
@@ -66,7 +75,7 @@ class Tasks(Protocol):
 
     def validation_tokens(self, name: str) -> list[TokenIds]: ...
 
-    async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
+    async def score_validation(self, name: str, prompt: int, answer: Answered) -> float:
         """Raises as `score`."""
         ...
 

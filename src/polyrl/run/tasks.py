@@ -1,5 +1,6 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polyrl.config.recipe import DomainSection, Recipe
-from polyrl.config.rewards import RewardsSection, WeightedReward
+from polyrl.config.rewards import ENVIRONMENT, RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
 from polyrl.data.sources import EnvironmentSource, Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, TokenIds
@@ -17,7 +18,7 @@ from polyrl.errors import ConfigError
 from polyrl.rewards import weighing
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.failures import FailureKey, RewardFailures
-from polyrl.rewards.groups import AnswerFacts, make_group
+from polyrl.rewards.groups import AnswerFacts, RewardGroup, make_group
 from polyrl.rewards.judging.account import JudgeMeter
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions, check_sent
@@ -29,10 +30,12 @@ from polyrl.rewards.reward import (
     RewardInput,
     RewardStops,
     RewardUnavailable,
+    ToolUse,
     needs_answer,
 )
 from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.rewards.watching import RewardWatch
+from polyrl.run.conversations import Conversations
 from polyrl.run.encryption import encryption
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 from polyrl.run.task_contract import Answered, UnderWay
@@ -63,6 +66,7 @@ class RecipeTasks:
     ) -> None:
         self._judges = JudgeMeter(run_dir)
         self._domains, self._tokenizer, self._pool, self._wanted = domains, tokenizer, pool, wanted
+        self._conversations = Conversations(tokenizer)
         self._solved_above = solved_above
         self._once, self._watch = ScoredOnce(), RewardWatch(wanted.row_failures)
         self._failures = RewardFailures(
@@ -110,13 +114,13 @@ class RecipeTasks:
         source = self._domains[self._domain_of(name)].validation[name]
         return [source.tokens(prompt) for prompt in range(source.num_prompts)]
 
-    async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
+    async def score_validation(self, name: str, prompt: int, answer: Answered) -> float:
         """Raises RewardFailed and RewardUnavailable."""
         domain = self._domain_of(name)
         for _ in range(MAX_ATTEMPTS - 1):
             with contextlib.suppress(RewardUnavailable):
-                return (await self._score(domain, name, prompt, answer, finish)).score
-        return (await self._score(domain, name, prompt, answer, finish)).score
+                return (await self._score(domain, name, prompt, answer)).score
+        return (await self._score(domain, name, prompt, answer)).score
 
     async def score_validation_group(self, name: str, prompt: int, answers: Sequence[Answered]) -> list[Reward | None]:
         """Raises RewardFailed and RewardUnavailable."""
@@ -138,33 +142,41 @@ class RecipeTasks:
         """Return a task to train on, and its prompt as the model sees it."""
         return self._asked(domain, None, prompt)
 
+    def tool_calls(self, drawn: str) -> list[ToolUse]:
+        """Return the tool calls in what the policy drew."""
+        return self._conversations.tool_calls(drawn)
+
     async def score_given(self, domain: int, given: RewardInput) -> Reward:
         """Score an answer from anywhere. Raises RewardFailed and RewardUnavailable."""
+        if given.episode is not None and not self._domains[domain].rewards:
+            return Reward(given.episode.reward, given.episode.parts)
         return await weighing.score(self._pool, self._domains[domain].rewards, given, self._solved_above, self._once)
 
     async def score_given_group(
-        self, domain: int, shared: RewardInput, answers: list[AnswerFacts]
+        self, domain: int, shared: RewardInput, answers: list[RewardInput]
     ) -> list[Reward | None]:
         """Return what the functions of whole groups add to answers from anywhere. Raises as `score_given`."""
-        group = make_group(shared, answers)
+        group = RewardGroup(shared.prompt, shared.expected, shared.row, answers)
         return await weighing.score_group(self._pool, self._domains[domain].rewards, group, self._once)
 
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0) -> Reward:
+    async def score(self, domain: int, prompt: int, answer: Answered, limit_s: float = 0.0) -> Reward:
         """Raises RewardFailed and RewardUnavailable."""
-        return await self._score(domain, None, prompt, answer, finish, limit_s)
+        return await self._score(domain, None, prompt, answer, limit_s)
 
     async def _score(
-        self, domain: int, validation: str | None, prompt: int, answer: list[int], finish: str, limit_s: float = 0.0
+        self, domain: int, validation: str | None, prompt: int, answer: Answered, limit_s: float = 0.0
     ) -> Reward:
-        if all(one.whole_group for one in self._domains[domain].rewards):
-            return Reward()
-        given = self._shared(domain, validation, prompt)._replace(
-            answer=self._tokenizer.text(answer), finish=finish, num_tokens=len(answer), limit_s=limit_s
-        )
         rewards = self._domains[domain].rewards
+        if answer.own is not None and not rewards:
+            return Reward(answer.own.value, answer.own.parts)
+        if all(one.whole_group for one in rewards):
+            return Reward()
+        (facts,) = await self._written([answer])
+        (given,) = make_group(self._shared(domain, validation, prompt), [facts]).answers
+        given = given._replace(limit_s=limit_s)
         make = partial(weighing.score, self._pool, rewards, given, self._solved_above, self._once)
         (found,) = await self._watched((domain, False), validation, prompt, [given], make)
         assert found is not None
@@ -184,10 +196,15 @@ class RecipeTasks:
         rewards = self._domains[domain].rewards
         if not any(one.whole_group for one in rewards):
             return [Reward()] * len(answers)
-        texts = [(self._tokenizer.text(tokens), finish, len(tokens)) for tokens, finish in answers]
-        group = make_group(self._shared(domain, validation, prompt), texts)
+        group = make_group(self._shared(domain, validation, prompt), await self._written(answers))
         make = partial(weighing.score_group, self._pool, rewards, group, self._once)
         return await self._watched((domain, True), validation, prompt, group.answers, make)
+
+    async def _written(self, answers: Sequence[Answered]) -> list[AnswerFacts]:
+        """Write answers out as text. Episodes may have a thousand calls: they are written in a thread."""
+        if all(one.own is None for one in answers):
+            return [self._conversations.write(one) for one in answers]
+        return await asyncio.to_thread(lambda: [self._conversations.write(one) for one in answers])
 
     def _shared(self, domain: int, validation: str | None, prompt: int) -> RewardInput:
         """Return what all answers to a prompt share."""
@@ -374,6 +391,8 @@ def reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
     for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):
         for number, one in enumerate(recipe.rewards_of(domain)):
             place = f"{key}.reward" if isinstance(domain.reward, str | None) else f"{key}.reward.{number}"
+            if one.function == ENVIRONMENT:
+                continue
             if one in recipe.rewards.functions:
                 place = f"rewards.functions.{recipe.rewards.functions.index(one)}.function"
             found[place] = one

@@ -23,6 +23,8 @@ from aiohttp import WSMsgType, web
 
 from polyrl.engines.engine import EngineError
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt
+from polyrl.run.conversations import calls_of
+from polyrl.run.task_contract import Answered
 from polyrl.scheduling.core.parameters import EnvironmentRules
 from polyrl.scheduling.rules.order import mix64
 from polyrl.trainer.local_engine import LocalAnswer
@@ -73,7 +75,7 @@ class _Playing:
         self.number, self.task = number, task
         self.attempt = 1
         self.num_failures = 0
-        self.reward: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Answered | None] = asyncio.get_running_loop().create_future()
         self.asked_at = time.monotonic()
         self.calls: list[CallRecord] = []
         self.cells = bytearray()
@@ -95,9 +97,19 @@ class _Playing:
         self.begun_at = self.moved_at = time.monotonic()
         self.calls, self.cells = [], bytearray()
 
-    def end(self, reward: float | None) -> None:
-        if not self.reward.done():
-            self.reward.set_result(reward)
+    def end(self, reward: float, parts: dict[str, float]) -> None:
+        """End with all calls that were answered, and the reward that the environment gave."""
+        answered = [one for one in self.calls if one.end != OPEN]
+        tokens: list[int] = columns.view_cells(bytes(self.cells))["token"].tolist()
+        calls = calls_of(self.calls, self.cells)
+        self._end(Answered(tokens, answered[-1].finish, calls, frames.EnvironmentReward(reward, parts)))
+
+    def give_up(self) -> None:
+        self._end(None)
+
+    def _end(self, what: Answered | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(what)
 
 
 class ValidationDesk:
@@ -145,26 +157,26 @@ class ValidationDesk:
 
     # Tasks
 
-    async def play(self, tasks: Sequence[HeldOutTask]) -> list[float | None]:
-        """Return the reward of each task's episode; None where there is none."""
+    async def play(self, tasks: Sequence[HeldOutTask]) -> list[Answered | None]:
+        """Return each task's episode, with its environment's reward; None where there is none."""
         places = asyncio.Semaphore(self._limits.slots)
 
-        async def play_one(task: HeldOutTask) -> float | None:
+        async def play_one(task: HeldOutTask) -> Answered | None:
             async with places:
                 return await self._play_one(task)
 
         return list(await asyncio.gather(*map(play_one, tasks)))
 
-    async def _play_one(self, task: HeldOutTask) -> float | None:
+    async def _play_one(self, task: HeldOutTask) -> Answered | None:
         playing = _Playing(self._next_number, task)
         self._next_number += 1
         self._playing[playing.number] = playing
         try:
             await self._give(playing)
-            while not playing.reward.done():
-                await asyncio.wait((playing.reward,), timeout=_LOOK_EVERY_S)
+            while not playing.ended.done():
+                await asyncio.wait((playing.ended,), timeout=_LOOK_EVERY_S)
                 await self._look_at_the_time(playing)
-            return playing.reward.result()
+            return playing.ended.result()
         finally:
             del self._playing[playing.number]
             await self._say(host_frames.StopPlaying((playing.key,)))
@@ -185,7 +197,7 @@ class ValidationDesk:
         if playing.begun_at is None:
             if now - playing.asked_at > _NO_HOST_S:
                 self._failures["no host was there to play it"] += 1
-                playing.end(None)
+                playing.give_up()
             return
         has_move = not playing.calls or playing.calls[-1].end != OPEN
         if now - playing.begun_at <= rules.episode_timeout_s and not (
@@ -193,7 +205,7 @@ class ValidationDesk:
         ):
             return
         if playing.is_answered:
-            playing.end(rules.timeout_reward)
+            playing.end(rules.timeout_reward, {})
         else:
             await self._failed(playing, "it took too long, and had no answer")
 
@@ -201,7 +213,7 @@ class ValidationDesk:
         playing.num_failures += 1
         if playing.num_failures >= self._limits.rules.max_attempts or playing.attempt > _MAX_LIVES:
             self._failures[why] += 1
-            playing.end(None)
+            playing.give_up()
             return
         await self._say(host_frames.StopPlaying((playing.key,)))
         await self._give(playing)
@@ -265,7 +277,7 @@ class ValidationDesk:
         if frame.outcome == "failed" or not playing.is_answered:
             await self._failed(playing, frame.why or "it ended before the policy was asked")
         else:
-            playing.end(frame.reward)
+            playing.end(frame.reward, dict(frame.parts))
 
     async def _say(self, frame: host_frames.ToHost) -> None:
         if self._socket is not None and not self._socket.closed:
@@ -321,8 +333,8 @@ class ValidationDesk:
         try:
             answer = await self._answer(columns.view_tokens(prompt).tolist(), most, frame, seed)
         except EngineError as error:
-            if not playing.reward.done():
-                playing.reward.set_exception(error)
+            if not playing.ended.done():
+                playing.ended.set_exception(error)
             return
         if playing.attempt != attempt or frame.number >= len(playing.calls):
             return

@@ -12,6 +12,7 @@ from polyrl.run import hosts, processes
 from polyrl.run.hosts import HostProcess
 from polyrl.run.settings import sampling_of
 from polyrl.run.supervising import meanwhile
+from polyrl.run.task_contract import Answered
 from polyrl.run.validation_desk import EpisodeLimits, HeldOutTask, ValidationDesk
 from polyrl.scheduling.rules.order import mix64
 from polyrl.trainer.local_engine import LocalAnswer, LocalEngine, LocalPrompt
@@ -58,16 +59,16 @@ async def started(
 
 async def attempt_episodes(
     recipe: Recipe, desk: ValidationDesk, tasks: Sequence[tuple[int, bytes]]
-) -> list[list[float | None]]:
-    """Return the rewards of every task's episodes; None where there is none. A task is its number and its row."""
+) -> list[list[Answered | None]]:
+    """Return every task's episodes; None where there is none. A task is its number and its row."""
     num, seed = recipe.validation.samples_per_prompt, recipe.train.seed
     episodes = [
         HeldOutTask(index, mix64(seed, _WORLDS, index) >> 1, mix64(seed, _WORLDS, index, attempt), row)
         for index, row in tasks
         for attempt in range(num)
     ]
-    rewards = await desk.play(episodes)
-    return [rewards[at : at + num] for at in range(0, len(rewards), num)]
+    played = await desk.play(episodes)
+    return [played[at : at + num] for at in range(0, len(played), num)]
 
 
 def _desk(recipe: Recipe, run_dir: Path, engine: LocalEngine, answers: AnswerRules, name: str) -> ValidationDesk:

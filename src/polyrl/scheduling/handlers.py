@@ -26,6 +26,7 @@ from polyrl.scheduling.parts import (
     leases,
     membership,
     notices,
+    reward_workers,
     rounds,
     scoring,
     steps,
@@ -402,8 +403,7 @@ def _give_up_waiting(desk: Desk, wait: Wait, now: Seconds) -> None:  # noqa: C90
             assert_never(name)
 
 
-Handler = Callable[[Desk, Any, Seconds], None]
-HANDLERS: Mapping[type, Handler] = {
+HANDLERS: Mapping[type, Callable[[Desk, Any, Seconds], None]] = {
     e.CallMade: episodes.call_made,
     e.CallRepeated: episodes.call_repeated,
     e.DrainRequested: _drain_requested,
@@ -425,6 +425,7 @@ HANDLERS: Mapping[type, Handler] = {
     e.PlacingPaused: _placing_paused,
     e.PlacingResumed: _placing_resumed,
     e.RewardFinished: _reward_finished,
+    **reward_workers.HANDLERS,
     e.RoundRequested: _round_requested,
     e.RulesChanged: _rules_changed,
     e.SampleFinished: _sample_finished,

@@ -12,12 +12,12 @@ Left out: rewards and texts, which no journal holds.
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
 from polyrl.errors import LawViolation, UserError
-from polyrl.ids import HostName, Seconds, WorkerName
+from polyrl.ids import Seconds, WorkerName
 from polyrl.journal.files import find_begun, open_journal
 from polyrl.journal.framing import CutShort
 from polyrl.journal.records import CAVEAT, JournalHeader, Record, digest_commands, resume_scheduler
@@ -37,9 +37,10 @@ from polyrl.scheduling.core.events import (
     WorkerReported,
 )
 from polyrl.scheduling.core.fleet import Worker, settle
-from polyrl.scheduling.core.hosts import Host, settle_host
+from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.ledger import Ledger, StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.core.reward_workers import settle_reward_worker
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.timeline import Span, Timeline
 
@@ -97,8 +98,10 @@ class Account(Struct):
     open: OpenAmounts
     paid_before: dict[WorkerName, tuple[float, float]]
     """Seconds and dollars by worker in the state that the first journal starts from; empty for a whole run."""
-    hosts: dict[HostName, tuple[float, float]]
+    hosts: dict[str, tuple[float, float]]
     """Seconds and dollars by host: its time from when it was seen to join to when it was seen to go, and its price."""
+    reward_workers: dict[str, tuple[float, float]]
+    """The same, by reward worker."""
     is_whole: bool
     """It starts where the run does."""
     cut_short: str = ""
@@ -154,14 +157,15 @@ class _Teller:
         self._num_records = 0
         self._unchecked = 0
         self._num_checks = 0
-        self._host_watcher = _HostWatcher()
+        self._host_watcher, self._reward_watcher = _SeatWatcher(), _SeatWatcher()
         self._away: list[tuple[Seconds, Seconds]] = []
         ledger = self._scheduler.ledger
         self._paid_before = {name: (line.paid_s, line.usd) for name, line in ledger.workers.items()}
         self._trainer_gone, self._trainer_left_at = [(0.0, ledger.trainer_gone_s)], ledger.trainer_left_at
         self._watcher = FleetWatcher()
         self._watcher.take_over(self._scheduler.desk.seats.values(), ledger)
-        self._host_watcher.take_over(self._scheduler.desk.hosts.seats, ledger)
+        self._host_watcher.take_over(self._scheduler.desk.hosts.seats, ledger.hosts)
+        self._reward_watcher.take_over(self._scheduler.desk.reward_workers.seats, ledger.reward_workers)
 
     def go_on(self, header: JournalHeader) -> None:
         """Go on with the next journal of the run."""
@@ -178,7 +182,9 @@ class _Teller:
             return False
         if commands or self._watcher.misses or not isinstance(record.event, _QUIET):
             self._watcher.look(self._scheduler.desk.seats, record.event, commands, record.now, self._scheduler.ledger)
-        self._host_watcher.look(self._scheduler.desk.hosts.seats, self._scheduler.ledger, record.now)
+        desk, ledger = self._scheduler.desk, self._scheduler.ledger
+        self._host_watcher.look(desk.hosts.seats, ledger.hosts, record.now)
+        self._reward_watcher.look(desk.reward_workers.seats, ledger.reward_workers, record.now)
         if isinstance(record.event, DriverResumed) and record.event.away_s > 0:
             self._away.append((record.now - record.event.away_s, record.now))
         self._watch_trainer(record.event, record.now, self._scheduler.ledger.started_at or 0.0)
@@ -222,6 +228,8 @@ class _Teller:
             settle(worker, ledger, now)
         for host in scheduler.desk.hosts.seats.values():
             settle_host(host, ledger, now)
+        for reward_worker in scheduler.desk.reward_workers.seats.values():
+            settle_reward_worker(reward_worker, ledger, now)
         self._watcher.end(now)
         if self._trainer_left_at is not None:
             self._trainer_gone.append((self._trainer_left_at, now))
@@ -240,6 +248,7 @@ class _Teller:
             open=_still_open(scheduler),
             paid_before=self._paid_before,
             hosts=self._host_watcher.paid(now),
+            reward_workers=self._reward_watcher.paid(now),
             is_whole=not header.saved,
             cut_short=self.cut_short,
             difference=self._difference,
@@ -325,36 +334,57 @@ class FleetWatcher:
         self.timeline.end(now)
 
 
-class _HostWatcher:
-    """Watches hosts: which are there, and since when."""
+class _PaidLine(Protocol):
+    """A line of the ledger."""
+
+    @property
+    def price_usd_per_hour(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def usd(self) -> float: ...
+
+
+class _PaidSeat(Protocol):
+    """A host, or a reward worker."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def since(self) -> Seconds: ...
+
+
+class _SeatWatcher:
+    """Watches hosts or reward workers: which are there, and since when. Lines are the ledger's."""
 
     def __init__(self) -> None:
-        self._there: dict[int, tuple[HostName, float, Seconds]] = {}
+        self._there: dict[int, tuple[str, float, Seconds]] = {}
         """By seat: name, price, and since when it is there."""
-        self._paid: dict[HostName, tuple[float, float]] = {}
+        self._paid: dict[str, tuple[float, float]] = {}
 
-    def take_over(self, seats: Mapping[int, Host], ledger: Ledger) -> None:
-        self._paid = {name: (line.seconds, line.usd) for name, line in ledger.hosts.items()}
-        self._there = {
-            seat: (one.name, ledger.hosts[one.name].price_usd_per_hour, one.since) for seat, one in seats.items()
-        }
+    def take_over(self, seats: Mapping[int, _PaidSeat], lines: Mapping[Any, _PaidLine]) -> None:
+        self._paid = {name: (line.seconds, line.usd) for name, line in lines.items()}
+        self._there = {seat: (one.name, lines[one.name].price_usd_per_hour, one.since) for seat, one in seats.items()}
 
-    def look(self, seats: Mapping[int, Host], ledger: Ledger, now: Seconds) -> None:
+    def look(self, seats: Mapping[int, _PaidSeat], lines: Mapping[Any, _PaidLine], now: Seconds) -> None:
         if self._there.keys() == seats.keys():
             return
         for seat in [seat for seat in self._there if seat not in seats]:
             self._paid = self._with(self._there.pop(seat), now)
-        for seat, host in seats.items():
+        for seat, one in seats.items():
             if seat not in self._there:
-                self._there[seat] = host.name, ledger.hosts[host.name].price_usd_per_hour, now
+                self._there[seat] = one.name, lines[one.name].price_usd_per_hour, now
 
-    def _with(self, one: tuple[HostName, float, Seconds], now: Seconds) -> dict[HostName, tuple[float, float]]:
+    def _with(self, one: tuple[str, float, Seconds], now: Seconds) -> dict[str, tuple[float, float]]:
         name, price, since = one
         seconds, usd = self._paid.get(name, (0.0, 0.0))
         return {**self._paid, name: (seconds + now - since, usd + (now - since) * price / _HOUR_S)}
 
-    def paid(self, now: Seconds) -> dict[HostName, tuple[float, float]]:
-        """Return seconds and dollars of all hosts up to `now`, which is the last time that it looks."""
+    def paid(self, now: Seconds) -> dict[str, tuple[float, float]]:
+        """Return seconds and dollars of all of them up to `now`, which is the last time that it looks."""
         for one in self._there.values():
             self._paid = self._with(one, now)
         self._there = {}

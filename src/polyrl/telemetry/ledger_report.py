@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -21,7 +21,7 @@ TableRow = tuple[str, ...]
 def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, Any]:
     """Everything that the table shows, and every step. `broken_laws` is null when nobody looked for them."""
     ledger = account.ledger
-    trainer_usd, workers_usd, hosts_usd = _dollars(account)
+    dollars = _dollars(account)
     by_step = _by_step(account)
     return {
         "run": name,
@@ -47,11 +47,12 @@ def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, 
             for name, line in ledger.workers.items()
         ],
         "hosts": [{"host": name, **structs.asdict(line)} for name, line in ledger.hosts.items()],
+        "reward_workers": [
+            {"reward_worker": name, **structs.asdict(line)} for name, line in ledger.reward_workers.items()
+        ],
         "usd": {
-            "trainer": trainer_usd,
-            "workers": workers_usd,
-            "hosts": hosts_usd,
-            "total": trainer_usd + workers_usd + hosts_usd,
+            **dollars._asdict(),
+            "total": sum(dollars),
             "per_step": fmean(usd for _, usd in by_step) if by_step else None,
             "per_mtok": _per_mtok(account),
             "by_step": [{"step": step, "usd": usd} for step, usd in by_step],
@@ -97,11 +98,19 @@ def _became(account: Account) -> dict[str, dict[str, Any]]:
     }
 
 
-def _dollars(account: Account) -> tuple[float, float, float]:
-    """Return those of the trainer, of workers and of hosts."""
+class _Dollars(NamedTuple):
+    """Dollars of everybody who is paid."""
+
+    trainer: float
+    workers: float
+    hosts: float
+    reward_workers: float
+
+
+def _dollars(account: Account) -> _Dollars:
     ledger = account.ledger
-    workers_usd, hosts_usd = (sum(line.usd for line in lines.values()) for lines in (ledger.workers, ledger.hosts))
-    return ledger.trainer_usd(account.now), workers_usd, hosts_usd
+    paid = (ledger.workers.values(), ledger.hosts.values(), ledger.reward_workers.values())
+    return _Dollars(ledger.trainer_usd(account.now), *(sum(line.usd for line in lines) for lines in paid))
 
 
 def _by_step(account: Account) -> list[tuple[int, float]]:
@@ -134,6 +143,10 @@ def as_text(account: Account, name: str, *, verified: bool) -> str:
         parts.append(_columns([*_host_seconds(account)], "<" + ">" * 20))
         if (hidden := len(account.ledger.hosts) - _MAX_ROWS) > 0:
             parts.append(f"... and {hidden} more hosts; --json has all of them")
+    if account.ledger.reward_workers:
+        parts.append(_columns([*_reward_worker_seconds(account)], "<" + ">" * 20))
+        if (hidden := len(account.ledger.reward_workers) - _MAX_ROWS) > 0:
+            parts.append(f"... and {hidden} more reward workers; --json has all of them")
     parts += _dollar_lines(account)
     if verified:
         parts.append(
@@ -227,16 +240,27 @@ def _host_seconds(account: Account) -> Iterator[TableRow]:
         yield name, *seconds, price, _usd(line.usd), str(line.num_joins), str(line.num_losses)
 
 
+def _reward_worker_seconds(account: Account) -> Iterator[TableRow]:
+    lines = account.ledger.reward_workers
+    num_digits = 1 if account.now - account.started_at < _LONG_RUN_S else 0
+    yield "seconds of", "in all", "of CPU", "jobs", "$/h", "$", "joined", "lost"
+    for name, line in [*lines.items()][:_MAX_ROWS]:
+        seconds = (f"{one:,.{num_digits}f}" for one in (line.seconds, line.cpu_s))
+        price = f"{line.price_usd_per_hour:,.2f}"
+        yield name, *seconds, f"{line.num_jobs:,}", price, _usd(line.usd), str(line.num_joins), str(line.num_losses)
+
+
 def _dollar_lines(account: Account) -> Iterator[str]:
-    trainer_usd, workers_usd, hosts_usd = _dollars(account)
-    total_usd = trainer_usd + workers_usd + hosts_usd
+    dollars = _dollars(account)
+    total_usd = sum(dollars)
     if total_usd == 0.0:
         yield "dollars: none; all prices are 0"
         return
     price = account.config.trainer_usd_per_hour
     yield (
-        f"dollars: ${_usd(total_usd)} = trainer ${_usd(trainer_usd)} (at ${price:,.2f} an hour) "
-        f"+ workers ${_usd(workers_usd)}{f' + hosts ${_usd(hosts_usd)}' if account.ledger.hosts else ''}"
+        f"dollars: ${_usd(total_usd)} = trainer ${_usd(dollars.trainer)} (at ${price:,.2f} an hour) "
+        f"+ workers ${_usd(dollars.workers)}{f' + hosts ${_usd(dollars.hosts)}' if account.ledger.hosts else ''}"
+        f"{f' + reward workers ${_usd(dollars.reward_workers)}' if account.ledger.reward_workers else ''}"
     )
     steps = [usd for _, usd in _by_step(account)]
     per_mtok = _per_mtok(account)

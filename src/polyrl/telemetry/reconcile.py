@@ -1,9 +1,10 @@
 """Checks that an account adds up: each sum of the ledger against a second way to the same number.
 
     a worker's seconds    by activity; its lives, from when it was seen to join to when it was seen to go
-    a host's seconds      as the ledger counts them; from when it was seen to join to when it was seen to go
-    dollars               of workers and hosts, and those times times their prices; of the trainer, and its price times
-                          wall clock, but for the time in which its process was gone
+    a host's seconds      as the ledger counts them; from when it was seen to join to when it was seen to go; so are
+                          those of a reward worker
+    dollars               of workers, hosts and reward workers, and those times times their prices; of the trainer, and
+                          its price times wall clock, but for the time in which its process was gone
     tokens, samples,      kept and trained, and the sum of all steps
     prompts
 
@@ -14,8 +15,9 @@ they agree to a millionth.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from polyrl.scheduling.core.ledger import OTHER_HOSTS, OTHERS
+from polyrl.scheduling.core.ledger import OTHERS, HostLine, RewardWorkerLine
 from polyrl.telemetry.account import Account
 
 _HOUR_S = 3600.0
@@ -44,7 +46,8 @@ def _seconds_and_dollars(account: Account) -> Iterator[str]:
         seconds, usd = expected.get(name, (0.0, 0.0))
         yield from _close(f"seconds of worker {name}", paid_s, "its time in the fleet", seconds)
         yield from _close(f"dollars of worker {name}", paid_usd, "its time in the fleet times its price", usd)
-    yield from _hosts(account)
+    yield from _paid("host", account.ledger.hosts, account.hosts)
+    yield from _paid("reward worker", account.ledger.reward_workers, account.reward_workers)
     there_s = account.now - account.started_at - account.trainer_gone_s
     wall_usd = there_s * account.config.trainer_usd_per_hour / _HOUR_S
     yield from _close(
@@ -52,15 +55,17 @@ def _seconds_and_dollars(account: Account) -> Iterator[str]:
     )
 
 
-def _hosts(account: Account) -> Iterator[str]:
-    paid = {name: (line.seconds, line.usd) for name, line in account.ledger.hosts.items()}
-    expected: dict[str, tuple[float, float]] = {**account.hosts}
-    if OTHER_HOSTS in paid:
+def _paid(
+    kind: str, lines: Mapping[Any, HostLine] | Mapping[str, RewardWorkerLine], seen: Mapping[str, tuple[float, float]]
+) -> Iterator[str]:
+    paid = {str(name): (line.seconds, line.usd) for name, line in lines.items()}
+    expected = dict(seen)
+    if OTHERS in paid:
         paid, expected = ({"(all)": _sums(one)} for one in (paid, expected))
     for name, (paid_s, paid_usd) in paid.items():
         seconds, usd = expected.get(name, (0.0, 0.0))
-        yield from _close(f"seconds of host {name}", paid_s, "its time in the run", seconds)
-        yield from _close(f"dollars of host {name}", paid_usd, "its time in the run times its price", usd)
+        yield from _close(f"seconds of {kind} {name}", paid_s, "its time in the run", seconds)
+        yield from _close(f"dollars of {kind} {name}", paid_usd, "its time in the run times its price", usd)
 
 
 def _sums(of_peers: Mapping[str, tuple[float, float]]) -> tuple[float, float]:

@@ -46,7 +46,7 @@ def make_sequences(calls: Sequence[EpisodeCall], tokens: TokenIds) -> list[Train
         trained = np.arange(len(prompt), len(prompt) + len(drawn), dtype=np.int32)
         order = np.arange(num_drawn, num_drawn + len(drawn), dtype=np.int32)
         num_drawn += len(drawn)
-        at = _find_beginning(prompt, found)
+        at = find_beginning(prompt, [one.tokens for one in found])
         if at is None:
             found.append(TrainingSequence(np.concatenate([prompt, drawn]), trained, order))
             continue
@@ -59,10 +59,10 @@ def make_sequences(calls: Sequence[EpisodeCall], tokens: TokenIds) -> list[Train
     return found
 
 
-def _find_beginning(prompt: TokenIds, found: Sequence[TrainingSequence]) -> int | None:
+def find_beginning(prompt: TokenIds, sequences: Sequence[TokenIds]) -> int | None:
     """Return the index of the longest sequence that the prompt begins with."""
-    for at in sorted(range(len(found)), key=lambda one: -len(found[one].tokens)):
-        tokens = found[at].tokens
+    for at in sorted(range(len(sequences)), key=lambda one: -len(sequences[one])):
+        tokens = sequences[at]
         if len(tokens) <= len(prompt) and np.array_equal(prompt[: len(tokens)], tokens):
             return at
     return None

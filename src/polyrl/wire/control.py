@@ -83,6 +83,7 @@ class RewardJoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Made by the process, and told to nobody else: by it the same process is known after a restart of the manager."""
     places: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Answers that it scores at once."""
+    price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
 
 
 class RewardJoinReply(Struct, frozen=True, kw_only=True):

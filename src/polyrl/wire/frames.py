@@ -451,6 +451,13 @@ class CallPayload(Struct, frozen=True, array_like=True, gc=False):
     finish: str
 
 
+class EnvironmentReward(Struct, frozen=True, array_like=True, gc=False):
+    """The reward that an episode's environment gave it, whatever the trainer's functions make of it."""
+
+    value: float
+    parts: dict[str, float] = {}
+
+
 class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     """An answer, or an episode, with all that is known of it."""
 
@@ -465,6 +472,8 @@ class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     """Cells, segments and finish are left out: the trainer has them from ScoreThese on the same connection."""
     calls: tuple[CallPayload, ...] = ()
     """An episode's; empty for a single answer."""
+    own: EnvironmentReward | None = None
+    """An episode's; None for a single answer. `reward` and `parts` are the same until the trainer has scored it."""
 
 
 class Origin(Struct, frozen=True, array_like=True, gc=False):

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from polyrl.wire.frames import Frame, Goodbye, Leaving, Natural, PeerText, Release, make_plain
 
 MAX_JOB_BYTES = 32 << 20
-MAX_RESULT_BYTES = 1 << 20
+MAX_RESULT_BYTES = 8 << 20
 MAX_RULES_BYTES = 4 << 20
 MAX_REWARD_WORKER_FRAME_BYTES = MAX_RESULT_BYTES + (64 << 10)
 MAX_DISPATCHER_FRAME_BYTES = MAX_JOB_BYTES + (64 << 10)
@@ -72,6 +72,8 @@ class RewardReport(Frame, frozen=True, tag="reward_report"):
     num_scored: Natural
     num_failed: Natural
     """Answers to which a function gave no reward."""
+    cpu_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    """The CPU time of its processes since it was started."""
 
 
 FromRewardWorker = RewardHello | RewardReady | JobDone | JobsReturned | RewardReport | Leaving | Goodbye

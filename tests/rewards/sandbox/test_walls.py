@@ -13,7 +13,7 @@ from tests.rewards.sandbox.conftest import Outside
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards import weighing
-from polyrl.rewards.groups import make_group
+from polyrl.rewards.groups import AnswerFacts, make_group
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
@@ -167,7 +167,7 @@ def test_classes_and_functions_of_groups_work_too(desk: Path):
         await pool.score("walled_rewards:Later", given())
         later = await pool.score("walled_rewards:Later", given())
         return later.score, await pool.score_group(
-            "walled_rewards:lengths", make_group(given(), [("a", "stop", 1), ("bb", "stop", 2)])
+            "walled_rewards:lengths", make_group(given(), [AnswerFacts("a", "stop", 1), AnswerFacts("bb", "stop", 2)])
         )
 
     assert with_pool(body) == (3.0, [Reward(1.0), Reward(2.0)])

@@ -16,6 +16,9 @@ from polyrl.manager.peers.reward_sessions import RewardSession
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
 
+_TELL_EVERY_S = 15.0
+"""How often the ledger is told what a reward worker has done; it is told at its end too."""
+
 
 def said(lobby: Lobby, session: RewardSession, link: Link, raw: bytes) -> None:
     """Hear a frame of a reward worker's connection."""
@@ -46,7 +49,7 @@ def _hear(lobby: Lobby, session: RewardSession, raw: bytes) -> None:
         case r.RewardReady():
             _ready(lobby, session, frame)
         case r.RewardReport():
-            session.report = frame
+            _reported(lobby, session, frame)
         case r.JobDone() | r.JobsReturned():
             if relay.dispatcher is not None:
                 relay.dispatcher.say(r.WorkerAnswered(session.name, session.life, frame))
@@ -59,6 +62,13 @@ def _hear(lobby: Lobby, session: RewardSession, raw: bytes) -> None:
             reward_joining.forget(lobby, session, frame.reason, in_anger=frame.is_misfit)
         case _:
             assert_never(frame)
+
+
+def _reported(lobby: Lobby, session: RewardSession, report: r.RewardReport) -> None:
+    session.report = report
+    if session.heard_at - session.told_at >= _TELL_EVERY_S:
+        session.told_at = session.heard_at
+        reward_joining.tell_work(lobby, session)
 
 
 def _greet(lobby: Lobby, session: RewardSession, hello: r.RewardHello) -> None:

@@ -1,8 +1,8 @@
 """Reward workers join under a name, and are given up.
 
 Rules kept here: a name belongs to one process while it is connected or was heard of a moment ago; until then only that
-same process gets it again, which its secret shows. Nothing about reward workers is in the journal: after a restart of
-the manager they join anew, with what they are scoring.
+same process gets it again, which its secret shows. The journal has their comings and goings, for the ledger, and none
+of their jobs: after a restart of the manager they join anew, with what they are scoring.
 """
 
 import hmac
@@ -15,6 +15,8 @@ from polyrl.ids import WorkerName
 from polyrl.manager.frames_in.joining import is_key
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.reward_sessions import RewardSession, life_of
+from polyrl.manager.run import Run
+from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
@@ -31,6 +33,7 @@ def join(lobby: Lobby, request: RewardJoinRequest) -> RewardJoinReply:
     name, workers = request.name, lobby.reward_relay.workers
     if (why := lobby.reward_relay.sent_away.get(life_of(request))) is not None:
         raise Refused("sent_away", f"reward worker {name!r} was sent away: {why}")
+    _check_price(lobby, request)
     former = workers.get(name)
     if former is None and len(workers) >= MAX_REWARD_WORKERS:
         raise Refused("full", f"{len(workers)} reward workers are here; expected fewer than {MAX_REWARD_WORKERS}")
@@ -41,10 +44,33 @@ def join(lobby: Lobby, request: RewardJoinRequest) -> RewardJoinReply:
     if former is not None:
         forget(lobby, former, "another process joined under its name", is_told=not _is_same(former, request))
     session = workers[name] = RewardSession(secrets.token_hex(16), request)
+    if former is not None and _is_same(former, request):  # its life goes on
+        session.num_jobs, session.told = former.num_jobs, former.told
     if lobby.run is not None:
+        tell_joined(lobby.run, session)
         lobby.run.has_told = True  # it is to be missed in time
     log.info("reward worker %s joined: %d places", name, session.places)
     return RewardJoinReply(session=session.key, heartbeat_interval_s=lobby.settings.stream.heartbeat_interval_s)
+
+
+def _check_price(lobby: Lobby, request: RewardJoinRequest) -> None:
+    price, most = request.price_usd_per_hour, lobby.settings.limits.max_price_usd_per_hour
+    if price > most:
+        expected = f"expected at most {most:,.2f} (limits.max_price_usd_per_hour)"
+        raise Refused("price", f"reward worker {request.name!r}: {price:,.2f} US dollars an hour; {expected}")
+
+
+def tell_joined(run: Run, session: RewardSession) -> None:
+    """Tell the ledger that a reward worker is there."""
+    run.tell(e.RewardWorkerJoined(session.name, session.life, session.facts.price_usd_per_hour))
+
+
+def tell_work(lobby: Lobby, session: RewardSession) -> None:
+    """Tell the ledger what a reward worker has done, if it is news."""
+    done = session.num_jobs, session.report.cpu_s
+    if lobby.run is not None and done != session.told:
+        session.told = done
+        lobby.run.tell(e.RewardWorkerReported(session.name, session.life, *done))
 
 
 def _is_same(former: RewardSession, request: RewardJoinRequest) -> bool:
@@ -72,8 +98,9 @@ def forget(
     in_anger: bool = False,
     rejoin: bool = False,
     is_told: bool = True,
+    is_lost: bool = False,
 ) -> None:
-    """End a reward worker's session, and tell the worker and the trainer so."""
+    """End a reward worker's session, and tell the worker, the trainer and the ledger so."""
     relay = lobby.reward_relay
     if relay.workers.get(session.name) is not session:
         return
@@ -83,6 +110,9 @@ def forget(
         session.link.send(frames.Release(why, rejoin, in_anger))
         session.link.close(why)
     if is_told:
+        tell_work(lobby, session)
+        if lobby.run is not None:
+            lobby.run.tell(e.RewardWorkerLeft(session.name, session.life, why, is_lost or in_anger))
         relay.tell_fleet()
 
 
@@ -103,7 +133,16 @@ def lose_silent(lobby: Lobby) -> None:
     now, allowed_s = time.monotonic(), timeout_s(lobby)
     for session in list(lobby.reward_relay.workers.values()):
         if now - session.heard_at >= allowed_s:
-            forget(lobby, session, "no heartbeat", rejoin=True)
+            forget(lobby, session, "no heartbeat", rejoin=True, is_lost=True)
+    _lose_unseen(lobby, now - lobby.reward_relay.started_at >= allowed_s)
+
+
+def _lose_unseen(lobby: Lobby, is_time: bool) -> None:
+    """Write off reward workers that were there before this manager was started anew, and did not come back."""
+    run, workers = lobby.run, lobby.reward_relay.workers
+    for one in list(run.desk.reward_workers.seats.values()) if run is not None and is_time else ():
+        if one.name not in workers and run is not None:
+            run.tell(e.RewardWorkerLeft(one.name, one.life, "it did not come back to the manager", is_lost=True))
 
 
 def drain(lobby: Lobby, name: str, reason: str) -> bool:

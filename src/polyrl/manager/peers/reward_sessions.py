@@ -35,6 +35,11 @@ class RewardSession:
         """The number of its present connection, of all that reward workers had; 0: none."""
         self.heard_at = time.monotonic()
         self.report = r.RewardReport(0, 0, 0)
+        self.num_jobs = 0
+        """Results that it sent and that were due."""
+        self.told: tuple[int, float] = (0, 0.0)
+        """The jobs and the CPU time that the ledger has been told of."""
+        self.told_at = self.heard_at
         self._num_owed = 0
         """Results that are due."""
         self._num_small = 0.0
@@ -61,6 +66,7 @@ class RewardSession:
         """Count a frame. Returns False when there are far too many that nobody asked for."""
         if isinstance(frame, r.JobDone) and self._num_owed:
             self._num_owed -= 1
+            self.num_jobs += 1
             return True
         passed_s, self._counted_at = max(0.0, now - self._counted_at), now
         self._num_small = max(0.0, self._num_small - passed_s * _FRAMES_A_SECOND) + 1.0
@@ -98,6 +104,7 @@ class RewardRelay:
         self.none_since = time.monotonic()
         """Since when no reward worker is ready, if none is."""
         self._had_some = False
+        self.started_at = time.monotonic()
 
     @property
     def num_ready(self) -> int:

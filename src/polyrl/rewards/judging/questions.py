@@ -12,7 +12,15 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from polyrl.rewards.judging.verdict import RUBRIC, own_template, question, read_pattern, read_verdict, schema
+from polyrl.rewards.judging.verdict import (
+    RUBRIC,
+    own_template,
+    question,
+    read_pattern,
+    read_verdict,
+    schema,
+    transcript,
+)
 from polyrl.rewards.reward import RewardFailed, RewardInput
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive
 
@@ -84,7 +92,8 @@ class Questions:
     def body(self, given: RewardInput, model: str) -> dict[str, Any]:
         """Return the request for an answer. Raises RewardFailed for a template that names no column of the row."""
         args = self._args
-        own = {"prompt": given.prompt, "answer": given.answer, "expected": given.expected, "rubric": args.rubric}
+        answer = transcript(given, self._mark)
+        own = {"prompt": given.prompt, "answer": answer, "expected": given.expected, "rubric": args.rubric}
         limits = {"min_score": f"{args.min_score:g}", "max_score": f"{args.max_score:g}", "mark": self._mark}
         template = args.template or own_template(with_expected=bool(given.expected))
         try:

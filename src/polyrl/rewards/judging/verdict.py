@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from polyrl.rewards.reward import RewardInput
+
 RUBRIC = "How well does the answer do what the prompt asks for? Is it right, complete and to the point?"
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OPENING = """\
@@ -54,6 +56,18 @@ class NoVerdict(Exception):
 def question(template: str, values: Mapping[str, Any]) -> str:
     """Return the template with the values in its places `{name}`. Raises KeyError with a name that has no value."""
     return _PLACE.sub(lambda place: _text(values[place.group(1)]), template)
+
+
+def transcript(given: RewardInput, mark: str) -> str:
+    """Return the answer; of an episode, all that follows its first prompt, each text between tags with the mark."""
+    if given.episode is None:
+        return given.answer
+    pieces: list[str] = []
+    for number, call in enumerate(given.episode.calls):
+        if number:
+            pieces.append(f"<given {mark}>\n{call.given}\n</given {mark}>")
+        pieces.append(f"<drawn {mark}>\n{call.drawn}\n</drawn {mark}>")
+    return "\n".join(pieces)
 
 
 def own_template(*, with_expected: bool) -> str:

@@ -62,7 +62,7 @@ class Classifier:
 
     def encode(self, given: RewardInput) -> InputTokens:
         """Return the tokens of a prompt and its answer. Raises RewardFailed for one that is too long, if it says so."""
-        answer = without(given.answer, self._special)
+        answer = without(given.conversation, self._special)
         prompt = prompt_of(given, self._args.prompt_key)
         how: dict[str, Any] = {}
         if self._max_tokens and self._args.truncate != "no":

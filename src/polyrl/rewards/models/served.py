@@ -20,7 +20,7 @@ from polyrl.rewards.reward import RewardFailed, RewardInput
 
 def request(args: RewardModelArgs, given: RewardInput, model: str) -> tuple[str, dict[str, Any]]:
     """Return the path and the body that ask for an answer's score. Raises RewardFailed."""
-    prompt, answer = prompt_of(given, args.prompt_key), given.answer
+    prompt, answer = prompt_of(given, args.prompt_key), given.conversation
     named = {"model": model} if model else {}
     if args.server == "sglang":
         return "/classify", {**named, "text": _text(prompt) + answer}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 
 from polyrl.errors import ConfigError, PolyrlError, UserError, one_line
 from polyrl.rewards.facts import RunFacts
@@ -29,7 +30,7 @@ from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.remote import travel
 from polyrl.rewards.remote.travel import RewardTerms
-from polyrl.rewards.reward import RewardUnavailable
+from polyrl.rewards.reward import RewardFailed, RewardUnavailable
 from polyrl.rewards.sandbox.walls import look_for_walls
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
@@ -43,6 +44,7 @@ _KEPT_RESULTS = 4096
 _TOGETHER = 8
 """Async functions that share a process."""
 _ERA_BITS = 31
+_READ_CPU_EVERY_S = 10.0
 
 
 class RewardWorkerOptions(NamedTuple):
@@ -57,6 +59,8 @@ class RewardWorkerOptions(NamedTuple):
     """How long another worker may hold our name: one that died is given up sooner."""
     drain_deadline_s: float = 25.0
     """After a signal, jobs may go on for so long; then they are handed back."""
+    price_usd_per_hour: float = 0.0
+    """For the ledger."""
 
 
 class RewardWorkerOver(Exception):
@@ -82,6 +86,7 @@ class RewardAgent:
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._results: OrderedDict[int, bytes] = OrderedDict()
         self._num_scored = self._num_failed = 0
+        self._cpu_s, self._cpu_read_at = 0.0, 0.0
         self._draining = ""
         self._over: asyncio.Future[RewardWorkerOver] | None = None
         self._following: tuple[int, asyncio.Task[None]] | None = None
@@ -129,6 +134,8 @@ class RewardAgent:
             log.info("%d answers are handed back", len(held))
             for first in range(0, len(held), r.MAX_RETURNED):
                 await self._send(r.JobsReturned(tuple(held[first : first + r.MAX_RETURNED])))
+        self._cpu_read_at = -_READ_CPU_EVERY_S
+        await self._send(await self._report())
         await self._send(frames.Goodbye(why))
         self._end(RewardWorkerOver(why, ok=True))
 
@@ -162,6 +169,7 @@ class RewardAgent:
             protocol=frames.PROTOCOL,
             secret=self._secret,
             places=options.places,
+            price_usd_per_hour=options.price_usd_per_hour,
         )
         self._session = await self._dialer.post("/v1/reward-workers/join", request, RewardJoinReply)
         self._patience.renew()
@@ -189,7 +197,14 @@ class RewardAgent:
     async def _beat(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            await self._send(r.RewardReport(len(self._jobs), self._num_scored, self._num_failed))
+            await self._send(await self._report())
+
+    async def _report(self) -> r.RewardReport:
+        now = asyncio.get_running_loop().time()
+        if now - self._cpu_read_at >= _READ_CPU_EVERY_S:
+            self._cpu_read_at = now
+            self._cpu_s = max(self._cpu_s, await asyncio.to_thread(own_cpu_s))
+        return r.RewardReport(len(self._jobs), self._num_scored, self._num_failed, self._cpu_s)
 
     async def _send(self, frame: r.FromRewardWorker) -> None:
         """Send a frame now. What is lost in a break is asked for again."""
@@ -287,6 +302,9 @@ class RewardAgent:
     async def _score(self, pool: RewardPool, given: r.GiveJob) -> None:
         try:
             result = travel.pack_reply(await pool.run(travel.read_call(given.body)))
+            if len(result) > r.MAX_RESULT_BYTES:
+                most = f"expected at most {r.MAX_RESULT_BYTES:,}, which a reward worker can send"
+                raise RewardFailed(f"the rewards and their parts are {len(result):,} bytes; {most}")
             self._num_scored += 1
         except PolyrlError as error:
             result = self._fail(error)
@@ -304,6 +322,17 @@ class RewardAgent:
         if (often := self._failures.again(str(error))) is not None:
             log.warning("no reward: %s%s", error, often)
         return travel.pack_failure(error)
+
+
+def own_cpu_s() -> float:
+    """Return the CPU time of this process and of all that it started, also of those that have ended."""
+    total = 0.0
+    me = psutil.Process()
+    for one in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def _decode(url: str, data: bytes) -> r.ToRewardWorker:

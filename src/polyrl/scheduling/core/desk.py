@@ -17,6 +17,7 @@ from polyrl.scheduling.core.fleet import FleetState
 from polyrl.scheduling.core.hosts import HostsState
 from polyrl.scheduling.core.ledger import Ledger, StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.core.reward_workers import RewardWorkersState
 from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Playtime, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules import seeding, tail_batching
 from polyrl.scheduling.rules.lengths import LengthModel
@@ -48,7 +49,7 @@ RULES = 5
          while others generate and it would make their samples faster (devices.py)
 """
 
-ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts")
+ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
 """Fields of the state that the desk has too, as the same objects: code asks the desk. Seats are those of the fleet."""
 
 
@@ -99,6 +100,7 @@ class State(Struct):
     scaling: ScalingState = field(default_factory=ScalingState)
     fleet: FleetState = field(default_factory=FleetState)
     hosts: HostsState = field(default_factory=HostsState)
+    reward_workers: RewardWorkersState = field(default_factory=RewardWorkersState)
     playtimes: dict[SampleId, Playtime] = {}
     """Of episodes that were begun and have not ended."""
     turns: dict[int, TurnTimes] = {}
@@ -170,6 +172,7 @@ class Desk:
         self.asked, self.seats, self.ledger = state.asked, state.fleet.seats, state.ledger
         self.scoring, self.budgets, self.lengths = state.scoring, state.budgets, state.lengths
         self.hosts = state.hosts
+        self.reward_workers = state.reward_workers
         self.num_domains = len(config.domains)
         self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
         self.times_episodes = config.rounds.adaptive and all(

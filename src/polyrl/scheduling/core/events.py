@@ -186,6 +186,31 @@ class HostJoined(EventStruct, frozen=True, tag=True):
     price_usd_per_hour: float = 0.0
 
 
+class RewardWorkerJoined(EventStruct, frozen=True, tag=True):
+    """A process that scores answers is there. Only the ledger knows of it."""
+
+    worker: str
+    life: str
+    price_usd_per_hour: float = 0.0
+
+
+class RewardWorkerReported(EventStruct, frozen=True, tag=True):
+    """What it has done in this life."""
+
+    worker: str
+    life: str
+    num_jobs: int
+    cpu_s: float
+
+
+class RewardWorkerLeft(EventStruct, frozen=True, tag=True):
+    worker: str
+    life: str
+    reason: str
+    is_lost: bool = False
+    """It did not take its leave."""
+
+
 class HostLeft(EventStruct, frozen=True, tag=True):
     """The driver knows that it is gone, or takes it for gone: its episodes begin again elsewhere."""
 
@@ -395,6 +420,9 @@ Event = (
     | HostJoined
     | HostLeft
     | HostDrainRequested
+    | RewardWorkerJoined
+    | RewardWorkerReported
+    | RewardWorkerLeft
     | GroupAsked
     | SampleStopped
     | GroupWithdrawn

@@ -110,6 +110,20 @@ class HostLine(Struct):
     num_losses: int = 0
 
 
+class RewardWorkerLine(Struct):
+    """What became of a reward worker's time."""
+
+    price_usd_per_hour: float
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    """The CPU time that its functions took, as it says."""
+    num_jobs: int = 0
+    """Answers and groups for which it sent a result."""
+    usd: float = 0.0
+    num_joins: int = 0
+    num_losses: int = 0
+
+
 class Ledger(Struct):
     prompts_started: int = 0
     prompts_trained: int = 0
@@ -145,6 +159,7 @@ class Ledger(Struct):
     """Hosts that were given up because none of their episodes moved any more."""
     num_calls: int = 0
     hosts: dict[HostName, HostLine] = {}
+    reward_workers: dict[str, RewardWorkerLine] = {}
 
     def discard(self, cause: DiscardCause, num_tokens: int) -> None:
         """A sample ends untrained."""
@@ -193,6 +208,17 @@ class Ledger(Struct):
         others.num_joins += line.num_joins
         others.num_losses += line.num_losses
 
+    def fold_reward_worker(self, name: str) -> None:
+        """Keep of a reward worker that left long ago what it adds to the sums."""
+        line = self.reward_workers.pop(name)
+        others = self.reward_workers.setdefault(OTHERS, RewardWorkerLine(0.0))
+        others.seconds += line.seconds
+        others.cpu_s += line.cpu_s
+        others.num_jobs += line.num_jobs
+        others.usd += line.usd
+        others.num_joins += line.num_joins
+        others.num_losses += line.num_losses
+
     def trainer_left(self, at: Seconds) -> None:
         if self.trainer_left_at is None and self.started_at is not None:
             self.trainer_left_at = max(at, self.started_at)
@@ -210,8 +236,8 @@ class Ledger(Struct):
 
     def usd(self, now: Seconds) -> float:
         """All dollars up to `now`, as far as activities have been settled."""
-        workers = sum(line.usd for line in self.workers.values())
-        return self.trainer_usd(now) + workers + sum(line.usd for line in self.hosts.values())
+        all_lines = (self.workers.values(), self.hosts.values(), self.reward_workers.values())
+        return self.trainer_usd(now) + sum(line.usd for lines in all_lines for line in lines)
 
 
 def length_bin(num_tokens: int) -> int:

@@ -139,6 +139,8 @@ class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     num_prompts: AtLeastOne
     environment: Annotated[str, Meta(max_length=256)] = ""
     """The environment whose episodes its samples are; hosts say which one they play. Empty: a sample is one answer."""
+    scores_episodes: bool = False
+    """Whether the trainer scores its episodes when they end; otherwise the environment's reward is final."""
 
 
 class EnvironmentRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -315,7 +315,7 @@ def _scored(desk: Desk, sample: TrackedSample, outcome: EpisodeOutcome, now: Sec
     turns.end_episode(desk, sample, now, finished=outcome == "scored")
     ended = desk.ledger.episodes_ended
     ended[outcome] = ended.get(outcome, 0) + 1
-    rounds.episode_scored(desk, sample, now)
+    rounds.episode_ended(desk, sample, now)
 
 
 def _failed(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:

@@ -148,16 +148,20 @@ def sample_generated(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
         score_if_generated(desk, round_)
 
 
-def episode_scored(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """An episode has ended, with its environment's reward."""
+def episode_ended(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
+    """An episode has ended, with its environment's reward: the trainer scores it too, or that reward is final."""
     group = desk.groups[sample.group]
     round_ = desk.rounds[group.step]
     _count_generated(desk, sample, group, round_)
-    if sample.kept:
+    if not sample.kept:
+        leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
+    elif desk.config.domains[group.domain].scores_episodes:
+        sample.attempt = 0  # of its environment; attempts at its reward are counted from here on
+        if desk.as_finished:
+            scoring.score(desk, sample, group)
+    else:
         sample.state = "scored"
         group.num_scored += 1
-    else:
-        leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
     if group.state == "open" and group.num_generated >= group.need:
         _claim(desk, group, round_, now)
     else:

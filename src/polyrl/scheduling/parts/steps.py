@@ -14,7 +14,7 @@ from polyrl.scheduling.core.fleet import settle
 from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.samples import Round
-from polyrl.scheduling.parts import devices, membership, reshaping, rounds
+from polyrl.scheduling.parts import devices, membership, reshaping, reward_workers, rounds
 from polyrl.scheduling.rules import adaptive, scaling, seeding
 from polyrl.scheduling.rules.seeding import StepTimes
 from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
@@ -133,6 +133,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         settle(worker, desk.ledger, now)
     for host in desk.hosts.seats.values():
         settle_host(host, desk.ledger, now)
+    reward_workers.settle_all(desk, now)
     kept_before = desk.ledger.tokens_kept
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
     times = _measure(desk, now)
