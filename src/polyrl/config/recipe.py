@@ -92,7 +92,9 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A micro-batch starts when this many samples, or `micro_batch_tokens` tokens, or the whole round are complete;
     none: 16 samples on a CPU; on a GPU only tokens count."""
     ranks: AtLeastOne = 1
-    """The number of processes on this machine that train the model together, each with one GPU."""
+    """The number of processes, on one machine or several, that train the model together, each with one GPU."""
+    restarts: Annotated[int, Meta(ge=0, le=1000)] = 3
+    """How often in a row, without a new step, the run goes on by itself after it has lost a rank."""
     replicas: AtLeastOne = 1
     """How many copies of the model the ranks hold: each copy is shared by `ranks` / `replicas` of them. A replica
     generates and trains on its own; gradients meet once a step."""

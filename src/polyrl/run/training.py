@@ -204,7 +204,8 @@ class Training:
         begun = (
             checkpoints.describe(recipe, self._learner.policy, self._tasks.digests) if point is None else point.state
         )
-        saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, begun, gather, point)
+        shards = None if self._other_ranks is None else self._other_ranks.shards
+        saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, begun, gather, point, shards)
         self._stack.push_async_callback(saver.stop)
         return saver
 
