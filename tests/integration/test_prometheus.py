@@ -10,7 +10,7 @@ import pytest
 from tests.integration import test_episodes as episodes
 from tests.integration.live import honest_worker, manager, play_round, run, trainer, until
 
-from polyrl.manager.status import metrics
+from polyrl.manager.prometheus import metrics
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 NAME = re.compile(r"\bpolyrl_[a-z_]+")
