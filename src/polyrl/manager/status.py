@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -189,6 +189,9 @@ def _worker(session: WorkerSession, now: float) -> WorkerStatus:
         spot=facts.spot,
         last_heard_s=max(0.0, now - session.heard_at),
         usd=0.0,
+        draft_rounds=0 if report is None else report.num_rounds,
+        tokens_drafted=0 if report is None else report.num_drafted,
+        tokens_accepted=0 if report is None else report.num_accepted,
     )
 
 
@@ -380,12 +383,23 @@ class _Metrics(Collector):
         yield _by("polyrl_workers", "Workers by state.", "state", Counter(worker.state for worker in now.workers))
         speeds = {worker.name: worker.tokens_per_s for worker in now.workers}
         yield _by("polyrl_worker_tokens_per_second", "As each worker says.", "worker", speeds)
+        yield from _drafts(now.workers)
         states = Counter(one.state for one in now.reward_workers)
         yield _by("polyrl_reward_workers", "Reward workers by state.", "state", states)
         yield _by("polyrl_refused", "What was refused.", "reason", now.refused)
         for key in ("tokens_arrived", "tokens_kept", "samples_started", "samples_trained", "prompts_trained", "usd"):
             if key in now.ledger:
                 yield GaugeMetricFamily(f"polyrl_ledger_{key}", "From the ledger.", now.ledger[key])
+
+
+def _drafts(workers: Sequence[WorkerStatus]) -> Iterator[Metric]:
+    """What became of the drafts of each worker's engine; it counts anew when it starts again."""
+    rounds = {one.name: one.draft_rounds for one in workers}
+    drafted = {one.name: one.tokens_drafted for one in workers}
+    accepted = {one.name: one.tokens_accepted for one in workers}
+    yield _by("polyrl_worker_draft_rounds", "Steps that verified drafts, as each worker says.", "worker", rounds)
+    yield _by("polyrl_worker_drafted_tokens", "Tokens of drafts that were verified.", "worker", drafted)
+    yield _by("polyrl_worker_accepted_tokens", "Drafted tokens that stood.", "worker", accepted)
 
 
 def _by(name: str, text: str, label: str, values: dict[str, int] | dict[str, float]) -> Metric:

@@ -26,6 +26,7 @@ from polyrl.run import hosts, local_worker, reward_workers, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.diagnosis import diagnose
 from polyrl.run.display import Display
+from polyrl.run.draft_counts import DraftCounts
 from polyrl.run.findings import Finding
 from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
@@ -82,6 +83,7 @@ class Reporter:
         self._breaks = {first_step: breaks.read(run_dir, first_step)} if first_step else {}
         self._fleet: Fleet | None = None
         self._tasks: Tasks | None = None
+        self._drafts = DraftCounts()
         self._far: dict[str, float] = {}
         """Kinds of engines that were too far from the trainer in the last step."""
 
@@ -195,6 +197,7 @@ class Reporter:
             metrics["fleet/useful"] = self._fleet.advice[0]
         if self._tasks is not None:
             metrics |= self._tasks.reward_metrics()
+        metrics |= self._drafts.take()
         if caveat_of(self._recipe):
             metrics["rollout/imposed_lengths"] = 1
         if changed := self._breaks.get(report.step):
@@ -221,6 +224,7 @@ class Reporter:
             workers.tell_who_ends(self._run_dir, started, say),
             workers.tell_who_is_turned_away(fleet, started, say),
             tell_of_rewards(fleet, tasks),
+            self._drafts.follow(fleet),
             hosts.keep(recipe, fleet, playing, say),
         ]
         if not self.display.progress.is_live:

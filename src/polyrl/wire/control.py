@@ -173,6 +173,11 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """The version that it pulls; -1: none."""
     source: str = ""
     """The worker that it pulls from; empty: the trainer."""
+    draft_rounds: int = 0
+    """Steps of its engine that verified drafts, since that started."""
+    tokens_drafted: int = 0
+    tokens_accepted: int = 0
+    """Drafted tokens that stood: each saved its sample a step."""
     tokens_running: int = 0
     """The number of tokens so far of the samples that it runs."""
 

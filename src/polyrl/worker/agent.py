@@ -547,7 +547,8 @@ class WorkerAgent:
             stats = self._engine.stats()
             rate = self._rate.update(self._book.num_tokens, time.monotonic())
             kv_used = min(1.0, max(0.0, stats.kv_used))
-            await self._send(frames.Report(stats.num_running, stats.num_waiting, kv_used, stats.num_preemptions, rate))
+            load = (stats.num_running, stats.num_waiting, kv_used, stats.num_preemptions, rate)
+            await self._send(frames.Report(*load, *stats.speculated))
             await asyncio.sleep(self._session.heartbeat_interval_s)
 
 
