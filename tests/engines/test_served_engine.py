@@ -103,6 +103,18 @@ def test_a_server_with_our_extension_is_given_truncated_samples(tmp_path):
     play(script, tmp_path)
 
 
+def test_a_server_that_verifies_drafts_is_given_no_truncated_sample(tmp_path):
+    """What it accepts does not pass through the sampler that our extension sees."""
+
+    async def script(stage: Stage) -> None:
+        lease = stage.begin(sampling=TRUNCATED[0])
+        assert await stage.sink.end_of(lease) == "refused"
+        assert stage.sink.ends[lease][1].endswith("and without speculation")
+        assert len(await stage.text()) == 16
+
+    play(script, tmp_path, speculation="ngram")
+
+
 def test_what_would_harm_a_server_never_reaches_it(tmp_path):
     async def script(stage: Stage) -> None:
         leases = [stage.begin(prompt=[5, VOCAB]), stage.begin(so_far=[VOCAB]), stage.begin(prompt=[5] * 4096)]

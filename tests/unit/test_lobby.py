@@ -1,5 +1,6 @@
 """Workers that wait for a run: what they may say, what they are told, and what becomes of them when a run opens."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,13 +58,16 @@ def worker(tmp_path: Path) -> Iterator[Waiting]:
 
 
 def test_a_worker_that_waits_is_welcome_and_may_report_what_its_engine_does(worker: Waiting):
-    report = frames.Report(0, 0, 0.25, 0, 0.0)
+    report = frames.Report(0, 0, 0.25, 0, 0.0, 3, 20, 11)
     worker.say(HELLO, report, frames.Down("out of memory"), frames.Back(0), frames.OnDuty("generating"))
     assert worker.heard == [frames.Welcome(())]
     (seen,) = status(worker.lobby, 1.0).workers
     assert (seen.state, seen.connected, seen.kv_used, seen.version) == ("joined", True, 0.25, -1)
+    assert (seen.draft_rounds, seen.tokens_drafted, seen.tokens_accepted) == (3, 20, 11)
     assert worker.lobby.refused == {}
-    assert b"polyrl_tokens_received_total 0.0" in metrics(worker.lobby, 1.0)
+    said = metrics(worker.lobby, 1.0).decode()
+    assert "polyrl_tokens_received_total 0.0" in said
+    assert re.search(r'polyrl_worker_accepted_tokens{worker="[^"]+"} 11.0', said)
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,9 @@ class LocalProvider:
             with order.log_file.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "polyrl", *order.arguments,
-                    stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ},
-                    start_new_session=True, preexec_fn=_terminate_with_parent if self._run.ends_with_us else None,
+                    stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                    env={**os.environ, **order.environment}, start_new_session=True,
+                    preexec_fn=_terminate_with_parent if self._run.ends_with_us else None,
                 )  # fmt: skip
             write_whole(file, msgspec.json.encode(_Started(process.pid, _began_at(process.pid))), 0o600)
         except OSError as error:

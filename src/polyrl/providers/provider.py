@@ -49,6 +49,8 @@ class WorkerOrder(Struct, frozen=True):
     token: str
     """For the environment variable POLYRL_TOKEN."""
     log_file: Path
+    environment: dict[str, str] = {}
+    """Further environment variables, for workers on this machine: the devices that are theirs."""
 
 
 class HeldWorker(Struct, frozen=True):

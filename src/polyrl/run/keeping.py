@@ -33,7 +33,7 @@ from polyrl.providers.provider import HeldWorker, Provider, ProviderError, Worke
 from polyrl.providers.registry import make_provider, run_of
 from polyrl.run.connecting import dialer
 from polyrl.run.processes import ManagerAddress, last_line
-from polyrl.run.workers import from_elsewhere, worker_arguments
+from polyrl.run.workers import devices_of, from_elsewhere, worker_arguments
 from polyrl.wire.control import DrainRequest
 from polyrl.wire.credentials import TOKEN_FILES
 
@@ -110,6 +110,12 @@ class FleetKeeper:
         self._recipe, self._run_dir, self._address, self._clock = recipe, run_dir, address, clock
         self._names: list[str] = []
         """The workers that there should be."""
+        self._spent: dict[str, None] = {}
+        """Names of workers that were let go: one that was drained may not join again."""
+        self.width = recipe.fleet.tensor_parallel
+        self._num_planned: int | None = None
+        """How many workers there are since their width was changed."""
+        self._is_reshaping = False
         self._let_go: dict[str, asyncio.Task[None]] = {}
         self._lives: dict[str, _Life] = {}
         self._trouble = ""
@@ -124,6 +130,8 @@ class FleetKeeper:
         said = read_wanted(self._run_dir)
         if said is not None:
             return said
+        if self._num_planned is not None:
+            return self._num_planned
         scaling = self._recipe.scaling
         if not scaling.enabled:
             return self._recipe.fleet.workers
@@ -140,7 +148,7 @@ class FleetKeeper:
         number = 0
         while len(self._names) < num:
             name = f"worker-{number}"
-            if name not in self._names and name not in self._let_go:
+            if name not in self._names and name not in self._let_go and name not in self._spent:
                 self._names.append(name)
             number += 1
         return goes
@@ -201,17 +209,38 @@ class FleetKeeper:
         self.provider.kill(name)
 
     def order(self, name: str) -> WorkerOrder:
-        url = self._address.url if self.provider.is_here else from_elsewhere(self._address.url)
-        shares, is_here = self.provider.shares_files, self.provider.is_here
-        arguments = worker_arguments(self._recipe, self._run_dir, url, name, shares_files=shares, is_here=is_here)
+        recipe, provider, width = self._recipe, self.provider, self.width
+        url = self._address.url if provider.is_here else from_elsewhere(self._address.url)
+        arguments = worker_arguments(
+            recipe, self._run_dir, url, name, width, shares_files=provider.shares_files, is_here=provider.is_here
+        )
         token = (self._run_dir / TOKEN_FILES["worker"]).read_text(encoding="utf-8").strip()
-        return WorkerOrder(name, tuple(arguments), token, self.log_file(name))
+        has_own = provider.is_here and (width > 1 or recipe.parallelism.enabled) and name in self._names
+        devices = devices_of(recipe, width, self._names.index(name)) if has_own else {}
+        return WorkerOrder(name, tuple(arguments), token, self.log_file(name), devices)
+
+    async def reshape(self, width: int, num: int) -> None:
+        """Have `num` workers of so many devices each: the old ones have ended before new ones start on their devices.
+        Raises ProviderError."""
+        self._is_reshaping = True
+        try:
+            old, self._names = self._names, []
+            self._spent.update(dict.fromkeys(old))
+            await asyncio.gather(*(self.provider.stop(name) for name in old))
+            self.width, self._num_planned = width, num
+            self.aim(num)
+            self.held = await self.provider.held()
+            await self.start_missing(lambda line: log.warning("%s", line))
+        finally:
+            self._is_reshaping = False
 
     def log_file(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
 
     async def look(self, say: Say, advised: int | None = None, least_useful: Sequence[str] = ()) -> None:
         """Look once, and do what is missing."""
+        if self._is_reshaping:
+            return
         try:
             self.held = await self.provider.held()
         except ProviderError as error:
@@ -245,6 +274,7 @@ class FleetKeeper:
 
     def let_go(self, name: str, say: Say, why: str) -> None:
         """Have a worker hand over and end, beside everything else."""
+        self._spent[name] = None
         if name in self.held and name not in self._let_go:
             say(f"{name} is let go: {why}")
             self._let_go[name] = asyncio.create_task(self._end(name, why))

@@ -25,11 +25,14 @@ from polyrl.run import hosts, keeping, local_worker, reward_workers, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.diagnosis import diagnose
 from polyrl.run.display import Display
+from polyrl.run.draft_counts import DraftCounts
 from polyrl.run.findings import Finding
+from polyrl.run.kept_samples import Texts, text_decoder
 from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of
 from polyrl.run.task_contract import Tasks, UnderWay
+from polyrl.run.tracked_samples import show_pictures, show_samples
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry import breaks, validated
 from polyrl.telemetry.looks import show_seconds
@@ -79,8 +82,10 @@ class Reporter:
             own=own_trackers(track, run_dir, first_step),
         )
         self._breaks = {first_step: breaks.read(run_dir, first_step)} if first_step else {}
+        self._text_of: Texts | None = None
         self._fleet: Fleet | None = None
         self._tasks: Tasks | None = None
+        self._drafts = DraftCounts()
         self._far: dict[str, float] = {}
         """Kinds of engines that were too far from the trainer in the last step."""
 
@@ -122,6 +127,7 @@ class Reporter:
             self._validated = {}
         elif report.step < self._version:  # a step of the past: a process before this one validated what it began with
             metrics |= validated.read(self._run_dir, report.step)
+        await self._show_samples(report.step)
         self._trackers.log(report.step, metrics)
         self.display.step_ended(report.step, metrics)
         if self._watch is not None:
@@ -130,6 +136,12 @@ class Reporter:
             why = f"all rewards were equal in each of the {report.num_filtered} groups that came"
             self.display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
         self._warn_of_mismatch(report)
+
+    async def _show_samples(self, step: int) -> None:
+        every = self._recipe.track.samples_every_steps
+        if self._trackers.shows_samples and every and step % every == 0:
+            self._text_of = self._text_of or text_decoder(self._run_dir, self._recipe.model.path)
+            await asyncio.to_thread(show_samples, self._trackers, self._run_dir, step, self._text_of)
 
     def _warn_of_mismatch(self, report: StepReport) -> None:
         """Warn once for each kind of engine, and again if its mismatch was lower in between."""
@@ -194,6 +206,7 @@ class Reporter:
             metrics["fleet/useful"] = self._fleet.advice.num_workers
         if self._tasks is not None:
             metrics |= self._tasks.reward_metrics()
+        metrics |= self._drafts.take()
         if caveat_of(self._recipe):
             metrics["rollout/imposed_lengths"] = 1
         if changed := self._breaks.get(report.step):
@@ -220,6 +233,7 @@ class Reporter:
             keeping.keep(keeper, fleet, say),
             workers.tell_who_is_turned_away(fleet, keeper, say),
             tell_of_rewards(fleet, tasks),
+            self._drafts.follow(fleet),
             hosts.keep(recipe, fleet, playing, say),
         ]
         if not self.display.progress.is_live:
@@ -230,6 +244,8 @@ class Reporter:
         """End what it has begun; `in_haste`: a person waits for the run to stop."""
         if self._validated:  # no step starts from the last version
             self._trackers.log(self._version, self._validated)
+        if self._trackers.shows_samples and not in_haste:
+            show_pictures(self._trackers, self._run_dir)
         self._trackers.close(in_haste=in_haste)
 
 

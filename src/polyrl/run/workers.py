@@ -18,6 +18,7 @@ from polyrl.config.places import shown_model
 from polyrl.config.plugins import is_own
 from polyrl.config.recipe import Recipe
 from polyrl.engines import registry
+from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.served.server import NAMES, ServerKind
 from polyrl.errors import UserError
 from polyrl.run.encryption import encryption
@@ -59,10 +60,17 @@ def recipe_and_url(run_dir: Path) -> tuple[Recipe, str] | None:
 
 
 def worker_arguments(
-    recipe: Recipe, run_dir: Path, url: str, name: str, *, shares_files: bool = True, is_here: bool = True
+    recipe: Recipe,
+    run_dir: Path,
+    url: str,
+    name: str,
+    width: int = 1,
+    *,
+    shares_files: bool = True,
+    is_here: bool = True,
 ) -> list[str]:
-    """Return the arguments of `polyrl` for a worker of this run, `is_here`: on this machine. Without `shares_files` it
-    does not see the run's directory: its token comes in an environment variable."""
+    """Return the arguments of `polyrl` for a worker of this run, `is_here`: on this machine, whose engine has `width`
+    devices. Without `shares_files` it does not see the run's directory: its token comes in an environment variable."""
     wanted = recipe.fleet
     arguments = ["worker", "--join", url, *_trust(recipe), "--engine", wanted.engine, "--model", recipe.model.path]
     arguments += ["--name", name]
@@ -77,7 +85,12 @@ def worker_arguments(
     else:
         log_file = {"log": str(run_dir / "logs" / f"{name}-server.log")} if shares_files else {}
         settings = {**log_file, **settings}
-        flags = ["--", "--dtype", recipe.model.dtype, *settings.pop("flags", ())]  # the last of two is what holds
+        wide = ["--tensor-parallel-size", str(width)] if width > 1 else []
+        flags = ["--", "--dtype", recipe.model.dtype, *wide, *settings.pop("flags", ())]  # the last of two holds
+    if width > 1:
+        arguments += ["--devices", str(width)]
+    if recipe.parallelism.enabled:
+        arguments.append("--planned")
     if wanted.engine_python:
         arguments += ["--engine-python", wanted.engine_python]
     if wanted.spot:
@@ -121,6 +134,14 @@ def from_elsewhere(url: str) -> str:
         return url
     fitting = [one for one in listening_addresses(()) if ip_address(one).version == listens.version]
     return url.replace(str(listens), fitting[0], 1) if fitting else url
+
+
+def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:
+    """Return the environment of the `number`-th worker of so many devices: those that come after the trainer's."""
+    if choose_device(recipe.model.device) != "cuda":
+        return {}
+    first = recipe.train.ranks + number * width
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in range(first, first + width))}
 
 
 async def tell_who_is_turned_away(

@@ -145,6 +145,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("fleet/workers", "", "remote workers, mean over the step"),
     Metric("fleet/migrations", "", "samples of the round that went on at another worker"),
     Metric("fleet/useful", "", "remote workers that are worth holding, as the scheduler advises"),
+    Metric("fleet/draft_rounds", "", "steps of builtin engines that verified drafts, as heard since the last line"),
+    Metric("fleet/drafted_tokens", "tokens", "tokens of these drafts (speculation.md)"),
+    Metric("fleet/accepted_tokens", "tokens", "those of them that stood: each saved its sample a step"),
     # Tokens and dollars
     Metric("tokens/kept", "tokens", "answer tokens that the step took, those that `overlong` masks too"),
     Metric("tokens/discarded/<cause>", "tokens", "thrown away since the step before; causes as in the ledger"),

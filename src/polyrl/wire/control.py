@@ -34,6 +34,8 @@ class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     slots: Annotated[int, Meta(ge=1, le=1_000_000)]
     spot: bool = False
     num_devices: Annotated[int, Meta(ge=1, le=4096)] = 1
+    planned: bool = False
+    """The run has started it, and plans how wide its engine is."""
     price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     kv_tokens: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
     version: Annotated[int, Meta(ge=0, le=1 << 50)] | None = None
@@ -173,6 +175,11 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """The version that it pulls; -1: none."""
     source: str = ""
     """The worker that it pulls from; empty: the trainer."""
+    draft_rounds: int = 0
+    """Steps of its engine that verified drafts, since that started."""
+    tokens_drafted: int = 0
+    tokens_accepted: int = 0
+    """Drafted tokens that stood: each saved its sample a step."""
     tokens_running: int = 0
     """The number of tokens so far of the samples that it runs."""
 

@@ -144,6 +144,11 @@ class Report(Frame, frozen=True, tag="report"):
     kv_used: Annotated[float, Meta(ge=0, le=1)]
     num_preemptions: Natural
     tokens_per_s: Annotated[float, Meta(ge=0, le=1e12)]
+    num_rounds: Natural = 0
+    """Steps of the engine that verified drafts, since it started."""
+    num_drafted: Natural = 0
+    num_accepted: Natural = 0
+    """Tokens of drafts that were verified, and those of them that stood."""
 
 
 class Installed(Frame, frozen=True, tag="installed"):
@@ -550,6 +555,14 @@ class StepReported(Frame, frozen=True, tag="step"):
     line: StepLine
 
 
+class WidthPlanned(Frame, frozen=True, tag="width"):
+    """The trainer is to run the engines that it started with this tensor parallelism. Said again after every break."""
+
+    tensor_parallel: int
+    num_engines: int
+    why: str
+
+
 class FleetAdvised(Frame, frozen=True, tag="advice"):
     num_workers: int
     why: str
@@ -567,6 +580,7 @@ ToTrainer = (
     | DataEnded
     | StepReported
     | FleetAdvised
+    | WidthPlanned
     | Ack
     | Release
 )

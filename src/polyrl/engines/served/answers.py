@@ -64,7 +64,7 @@ def why_refused(job: Job, facts: Facts, server: Server, version: Version | None)
     if job.sampling.truncates and not server.tells_policy:
         return (
             "top-p, top-k and min-p: this server reports log-probabilities after truncation, while those of every "
-            "other engine are before it; start it with the extension of this PolyRL"
+            "other engine are before it; start it with the extension of this PolyRL, and without speculation"
         )
     if why := why_no_tokens(job, facts.vocab):
         return why

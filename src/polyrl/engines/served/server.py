@@ -51,12 +51,20 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Prompt and answer together; none: what the model can."""
     after_install: Literal["keep", "recompute"] = "recompute"
     """Whether running samples keep their cache when weights change, or compute it anew."""
+    speculation: Literal["off", "ngram", "suffix"] = "off"
+    """Drafts of the server's own: from the sample's text, or from that of other samples too."""
+    draft_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
+    """Tokens of such a draft."""
     version: Annotated[int, Meta(ge=0)] | None = 0
     """Which version the directory holds; none: it may not be used before another is installed."""
     start_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
     """A server that is not ready by then is ended. Large models load and compile for long."""
     stall_s: Annotated[float, Meta(gt=0)] = 60.0
     """A server that has samples, and writes no token of any for so long, hangs. More for long prompts on a slow CPU."""
+
+    def __post_init__(self) -> None:
+        if self.url and self.speculation != "off":
+            raise ValueError("speculation: the server runs already, expected off; start it with its own flags for that")
 
     @property
     def is_on_cpu(self) -> bool:

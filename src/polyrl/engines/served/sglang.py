@@ -102,6 +102,7 @@ class SglangServer:
         slots = config.num_slots
         if slots is not None:
             flags += ["--max-running-requests", str(slots)]
+        flags += _speculation(config)
         if "--config" in config.flags:
             raise EngineError("--config: the worker has one of its own; give SGLang its flags one by one")
         flags += ["--config", self._write_key()]
@@ -207,6 +208,20 @@ def _part(event: _Event) -> AnswerPart:
 _ANSWER_S = 60.0
 _LOADER = "polyrl.engines.served.inside.sglang_load"
 _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
+
+
+def _speculation(config: ServedConfig) -> list[str]:
+    """Drafts are single lines, not trees: these need pages of one token or FlashInfer. Its thresholds stay at 1, where
+    it accepts as often as the target model draws. Raises EngineError."""
+    if config.speculation == "off":
+        return []
+    if config.speculation == "suffix":
+        raise EngineError("speculation: SGLang has no suffix drafts; expected off or ngram")
+    if config.is_on_cpu:
+        raise EngineError("speculation: SGLang's was not tested on the CPU; expected off, or a GPU")
+    num = str(config.draft_tokens + 1)  # with the token before the draft
+    return ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", num,
+            "--speculative-ngram-max-bfs-breadth", "1"]  # fmt: skip
 
 
 class SglangWeightLoading:

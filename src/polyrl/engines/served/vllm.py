@@ -3,7 +3,8 @@
 It takes token ids and gives token ids (`/inference/v1/generate`), and loads no tokenizer. The log-probability of a
 token is that under the sampling temperature before truncation: our extension sees to it (`inside`). Greedy: that
 at temperature 1. A server whose extension is not of this PolyRL reports those after truncation, and is given no samples
-that are truncated.
+that are truncated. Nor is one that verifies drafts, whose accepted tokens do not pass through the sampler that our
+extension sees.
 """
 
 import logging
@@ -45,6 +46,8 @@ _GPU_BLOCK_TOKENS = 16
 _OWN_BLOCKS = 1
 """Blocks that it keeps to itself: a context as large as the cache must fit beside them."""
 _FLOAT32_BYTES = 4
+_LOOKUP_TOKENS = (2, 5)
+"""The fewest and the most tokens that must have occurred before, for what followed them to be a draft."""
 _ENDS: dict[str, ServedEnd] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
@@ -106,6 +109,8 @@ class VllmServer:
         slots = config.num_slots
         if slots is not None:
             flags += ["--max-num-seqs", str(slots)]
+        if config.speculation != "off":
+            flags += ["--speculative-config", msgspec.json.encode(_speculation(config)).decode()]
         argv = [config.interpreter, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
         return LaunchCommand(
             [*argv, *flags, *self.loading.flags(), *config.flags], {**environment, **self.loading.environment()}
@@ -131,7 +136,7 @@ class VllmServer:
             raise EngineError(f"/server_info says something else than expected: {error!r}") from error
         if self._config.url:
             installing.check_served(self._config.model, str(model.get("model", "")))
-        self.tells_policy = await self._tell_policy()
+        self.tells_policy = await self._tell_policy() and not said.get("speculative_config")
         files = facts_of(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab or 0, files.end_ids, label)
 
@@ -161,6 +166,14 @@ class VllmServer:
             kv_used=max(gauges.get("kv_cache_usage_perc", ()), default=0.0),
             num_preemptions=int(sum(gauges.get("num_preemptions_total", ()))),
         )
+
+
+def _speculation(config: ServedConfig) -> dict[str, Any]:
+    """Drafts are verified against the target model: its distribution stays, and so do its log-probabilities."""
+    if config.speculation == "suffix":
+        return {"method": "suffix", "num_speculative_tokens": config.draft_tokens}
+    lookup = {"prompt_lookup_min": _LOOKUP_TOKENS[0], "prompt_lookup_max": _LOOKUP_TOKENS[1]}
+    return {"method": "ngram", "num_speculative_tokens": config.draft_tokens, **lookup}
 
 
 def _num_blocks(kv_tokens: int, block_tokens: int) -> int:

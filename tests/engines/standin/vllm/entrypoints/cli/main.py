@@ -79,6 +79,7 @@ class Server:
         model = {"model": self.args.model, "max_model_len": self.args.max_model_len}
         cache, batch = {"kv_cache_size_tokens": 65_536}, {"max_num_seqs": self.args.max_num_seqs}
         said = {"model_config": model, "cache_config": cache, "scheduler_config": batch}
+        said["speculative_config"] = self.args.speculative_config and json.loads(self.args.speculative_config)
         return web.json_response({"vllm_config": said})
 
     async def weight_info(self, _: web.Request) -> web.Response:
@@ -190,6 +191,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-s", type=float, default=300.0)
     parser.add_argument("--die-when-asked", action="store_true")
     parser.add_argument("--older-extension", action="store_true")
+    parser.add_argument("--speculative-config")
     args, _ = parser.parse_known_args()
     if args.tokens_per_s == 0:
         sys.exit("ValueError: it cannot start")
