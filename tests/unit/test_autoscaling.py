@@ -91,10 +91,12 @@ def test_the_least_useful_go_first():
     assert autoscaling.least_useful(fleet, 0) == ()
 
 
-def advise(state: ScalingState, config: ScalingConfig, now: int, price: float, step: int) -> scaling.Advice | None:
+def advise(
+    state: ScalingState, config: ScalingConfig, now: int, price: float, step: int, every_s: float = 300.0
+) -> scaling.Advice | None:
     state.offered_usd_per_hour = price
     times = StepTimes(0.0, 0.0, 200.0, 150.0, float(now), now, 4)
-    facts = ScalingFacts(held(*[price] * now), step, "short", 300.0, 1_000_000, 1.0, 84.0, 0.0)
+    facts = ScalingFacts(held(*[price] * now), step * every_s, step, "short", 300.0, 1_000_000, 1.0, 84.0, 0.0)
     return scaling.autoscale(state, config, times, 60.0, facts)
 
 
@@ -114,5 +116,11 @@ def test_what_is_measured_must_be_so_for_two_steps_and_a_price_acts_at_once():
 
 def test_a_step_that_trained_nothing_advises_nothing():
     times = StepTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0, 4)
-    facts = ScalingFacts((), 0, "short", 1.0, 0, 1.0, 84.0, 0.0)
+    facts = ScalingFacts((), 0.0, 0, "short", 1.0, 0, 1.0, 84.0, 0.0)
     assert scaling.autoscale(ScalingState(), ScalingConfig(enabled=True, min_workers=1), times, 0.0, facts) is None
+
+
+def test_with_steps_of_a_moment_advice_stands_for_a_minute():
+    config, state = ScalingConfig(enabled=True), ScalingState()
+    told = [advise(state, config, 4 if step % 4 < 2 else 16, 3.0, step, every_s=0.5) for step in range(100)]
+    assert 0 < sum(one is not None for one in told) <= 1

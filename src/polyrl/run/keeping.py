@@ -107,7 +107,7 @@ class FleetKeeper:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.provider = provider
-        self._recipe, self._run_dir, self._address, self._clock = recipe, run_dir, address, clock
+        self.recipe, self._run_dir, self._address, self._clock = recipe, run_dir, address, clock
         self._names: list[str] = []
         """The workers that there should be."""
         self._spent: dict[str, None] = {}
@@ -132,10 +132,10 @@ class FleetKeeper:
             return said
         if self._num_planned is not None:
             return self._num_planned
-        scaling = self._recipe.scaling
+        scaling = self.recipe.scaling
         if not scaling.enabled:
-            return self._recipe.fleet.workers
-        number = self._recipe.fleet.workers if advised is None else advised
+            return self.recipe.fleet.workers
+        number = self.recipe.fleet.workers if advised is None else advised
         return min(scaling.max_workers, max(scaling.min_workers, number))
 
     def aim(self, num: int, least_useful: Sequence[str] = ()) -> list[str]:
@@ -209,7 +209,7 @@ class FleetKeeper:
         self.provider.kill(name)
 
     def order(self, name: str) -> WorkerOrder:
-        recipe, provider, width = self._recipe, self.provider, self.width
+        recipe, provider, width = self.recipe, self.provider, self.width
         url = self._address.url if provider.is_here else from_elsewhere(self._address.url)
         arguments = worker_arguments(
             recipe, self._run_dir, url, name, width, shares_files=provider.shares_files, is_here=provider.is_here
@@ -261,7 +261,7 @@ class FleetKeeper:
             life.started_at = 0.0
             life.num_quick = life.num_quick + 1 if age_s < _QUICK_S else 0
             failed = one is not None and one.failed
-            life.given_up = failed or not self._recipe.fleet.replace
+            life.given_up = failed or not self.recipe.fleet.replace
             pause_s = 0.0 if not life.num_quick else min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** (life.num_quick - 1))
             life.not_before = self._clock() + pause_s
             say(Text(f"{name} {self._show_end(one, name)}; {_what_next(life, pause_s)}", style="yellow"))
@@ -307,7 +307,7 @@ class FleetKeeper:
     def _complain(self, why: str, say: Say) -> None:
         if why != self._trouble:
             self._trouble = why
-            say(Text(f"fleet.provider = {self._recipe.fleet.provider}: {why}; it is tried again", style="yellow"))
+            say(Text(f"fleet.provider = {self.recipe.fleet.provider}: {why}; it is tried again", style="yellow"))
 
 
 def _what_next(life: _Life, pause_s: float) -> str:
@@ -354,6 +354,9 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
 
 async def keep(keeper: FleetKeeper, fleet: Fleet, say: Say) -> None:
     """Keep the fleet until cancelled."""
+    if keeper.recipe.scaling.enabled:
+        scaling, price = keeper.recipe.scaling, keeper.recipe.fleet.price_usd_per_hour
+        await fleet.tell_offer(scaling.max_workers, price)
     while True:
         advice = fleet.advice
         if advice is None:

@@ -216,6 +216,7 @@ def _scaling_facts(desk: Desk, line: StepLine) -> scaling.ScalingFacts:
     )
     return scaling.ScalingFacts(
         held=held,
+        now=line.trained_at,
         step=line.step,
         kind=line.kind,
         step_s=line.step_s,

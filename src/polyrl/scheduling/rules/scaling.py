@@ -30,6 +30,8 @@ from polyrl.scheduling.rules.seeding import SAME_FLEET, SeedingState, StepTimes
 _GAIN = 0.3
 _FORGET_STEPS = 100
 """Steps after which it is forgotten how long a step took with so many workers."""
+_HOLD_S = 60.0
+"""What was advised stands at least so long, and twice the time to prepare: a worker should be there before it goes."""
 _OTHER_PRICE = 0.1
 """A price that differs by this share is another one."""
 
@@ -75,6 +77,8 @@ class ScalingState(msgspec.Struct):
 
     local_speed: float = 1.0
     """How fast the trainer's own engines are, against a worker: a moving mean."""
+    advised_at: Seconds = -math.inf
+    """When the autoscaler advised last."""
     priced: float | None = None
     """The price of another worker when the last advice was given."""
     seen: dict[int, tuple[float, int]] = {}
@@ -104,6 +108,7 @@ class ScalingFacts(msgspec.Struct, frozen=True):
     """What the autoscaler weighs, beside a step's times."""
 
     held: tuple[ScaledWorker, ...]
+    now: Seconds
     step: int
     kind: str
     step_s: Seconds
@@ -174,7 +179,7 @@ def autoscale(
     limits = ScalingLimits(config.min_workers, config.max_workers, config.max_usd_per_hour, config.max_usd)
     asked = len(facts.held) if state.last_advice is None else state.last_advice
     choice = autoscaling.choose(model, facts.held, prices, limits, asked, aim=config.aim, min_gain=config.min_gain)
-    return _after_hysteresis(state, config, choice, facts.held, offered)
+    return _after_hysteresis(state, config, choice, facts, offered)
 
 
 def _model(state: ScalingState, times: StepTimes, t_seed_s: Seconds, facts: ScalingFacts) -> StepModel | None:
@@ -197,19 +202,22 @@ def _after_hysteresis(
     state: ScalingState,
     config: ScalingConfig,
     choice: autoscaling.FleetChoice,
-    held: tuple[ScaledWorker, ...],
+    facts: ScalingFacts,
     offered: float,
 ) -> Advice | None:
+    held = facts.held
     wanted, before = choice.num_workers, len(held) if state.last_advice is None else state.last_advice
     is_repriced = state.priced is not None and abs(offered - state.priced) > _OTHER_PRICE * state.priced
     if not choice.at_once and not is_repriced:  # measured, and far from what was seen: half of the way is enough
         wanted = max(before // 2, min(before * 2 + 2, wanted))
     state.num_above = state.num_above + 1 if wanted > before else 0
     state.num_below = state.num_below + 1 if wanted < before else 0
-    is_due = max(state.num_above, state.num_below) >= config.num_steps
+    has_held = facts.now - state.advised_at >= max(_HOLD_S, 2.0 * state.prepare_s)
+    is_due = max(state.num_above, state.num_below) >= config.num_steps and has_held
     if wanted == before or not (is_due or choice.at_once or is_repriced):
         return None
     state.last_advice, state.num_above, state.num_below, state.priced = wanted, 0, 0, offered
+    state.advised_at = facts.now
     let_go = autoscaling.least_useful(held, len(held) - wanted)
     return Advice(wanted, f"{choice.why} ({len(held)} now, {before} before)", let_go)
 
