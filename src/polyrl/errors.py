@@ -3,6 +3,7 @@
 PolyrlError                 everything we raise on purpose
 ├── UserError               the person can fix it: one line, exit code 2, no traceback   (caught by cli)
 │   ├── ConfigError         a key or a value of a TOML file or an override
+│   ├── RankLost            a rank of the trainer is gone; the run can go on by itself  (caught by cli)
 │   └── JournalError        a journal that cannot be read
 ├── RunFailed               a run that Python started died of a bug, or was killed; it can be resumed
 ├── NoReward                an answer has no reward, and another attempt would end the same (caught by client)
@@ -25,6 +26,14 @@ class UserError(PolyrlError):
 
 class ConfigError(UserError):
     """A key or a value of a configuration is wrong. The message starts with its dotted path."""
+
+
+class RankLost(UserError):
+    """A rank of the trainer, or its node, is gone. Nothing is lost: the run goes on from its last step."""
+
+    def __init__(self, why: str, advice: str) -> None:
+        super().__init__(f"{why}; {advice}")
+        self.why = why
 
 
 class JournalError(UserError):

@@ -51,7 +51,7 @@ def test_every_section_is_on_the_page_or_is_one_of_a_scenario_too():
     of_scenarios = sections_of(Scenario)
     here = {name: kind for name, kind in sections_of(r.Recipe).items() if name not in SECTIONS}
     assert here.keys() == {
-        "rounds", "routing", "seeding", "hand_back", "fleet_rules", "weight_delivery", "scaling"
+        "rounds", "routing", "seeding", "hand_back", "parallelism", "fleet_rules", "weight_delivery", "scaling"
     }  # fmt: skip
     assert all(of_scenarios[name] is kind for name, kind in here.items())
     page = PAGE.read_text(encoding="utf-8")

@@ -16,6 +16,9 @@ MAX_FUNCTION_LINES = 50
 LONG_FUNCTIONS = {
     "cli/worker.py:add_arguments": "a list of options",
     "engines/builtin/cuda/kernels.py:_decode_kernel": "a Triton kernel is one function",
+    "engines/builtin/cuda/small_kernels.py:one_by_one_kernel": "a Triton kernel is one function",
+    "engines/builtin/cuda/small_kernels.py:tiles_kernel": "a Triton kernel is one function",
+    "engines/builtin/cuda/small_kernels.py:attention_kernel": "a Triton kernel is one function",
     "engines/builtin/cuda/runner.py:__init__": "a list of the tensors that CUDA graphs read and write",
 }
 

@@ -3,7 +3,8 @@
 Kernels run in Triton's interpreter. A graph is what CUDA's is: the operations of one run with the tensors that they
 read and wrote; a replay does them again, into the same tensors. The cache loses its numbers in sleep.
 
-Not emulated: memory that a graph uses again, streams that run side by side, bfloat16's flash attention, speed.
+Not emulated: steps of few samples that are written out (small_batch.py), memory that a graph uses again,
+streams that run side by side, bfloat16's flash attention, speed.
 """
 
 # pyright: reportPrivateUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -118,6 +119,7 @@ def install() -> None:
     from polyrl.engines.builtin.cuda import kernels
     from polyrl.engines.builtin.cuda import layout as cuda_layout
     from polyrl.engines.builtin.cuda import memory as cuda_memory
+    from polyrl.engines.builtin.cuda.small_batch import SmallBatch
 
     gpu: Any = torch.cuda
     gpu.set_device = gpu.synchronize = gpu.empty_cache = lambda *_: None
@@ -130,6 +132,7 @@ def install() -> None:
     kernels.num_processors = lambda: 2
     cuda_layout._ROWS = (8, 16, 32, 64)  # interpreted, a row takes milliseconds
     cuda_memory.Memory = _Memory
+    SmallBatch.find = lambda *_: None  # interpreted, a product takes a second; test_small_batch.py compares it
 
     def make(loaded: Any, *its: Any) -> Any:
         for one in loaded.model.parameters():

@@ -70,6 +70,40 @@ def namespaces() -> Iterator[Namespaces]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
 
 
+class Nodes(NamedTuple):
+    """Two machines of one trainer: 10.203.0.1 ---- 10.203.0.2."""
+
+    first: str
+    second: str
+
+    def inside(self, number: int, *argv: str) -> list[str]:
+        return ["ip", "netns", "exec", self[number], *argv]
+
+    def cut(self) -> None:
+        """Nothing passes between the nodes any more, and neither is told."""
+        _run(*self.inside(1, "ip", "link", "set", "to-first", "down"))
+
+    def heal(self) -> None:
+        _run(*self.inside(1, "ip", "link", "set", "to-first", "up"))
+
+
+FIRST_NODE = "10.203.0.1"
+
+
+@contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    nodes = Nodes(*(f"polyrl-node{number}-{os.getpid()}" for number in range(2)))
+    try:
+        for number, name in enumerate(nodes):
+            _run("ip", "netns", "add", name)
+            _run(*nodes.inside(number, "ip", "link", "set", "lo", "up"))
+        _join(nodes.first, "to-second", f"{FIRST_NODE}/24", nodes.second, "to-first", "10.203.0.2/24")
+        yield nodes
+    finally:
+        for name in nodes:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
+
+
 def _join(here: str, link: str, address: str, there: str, other_link: str, other_address: str) -> None:
     _run("ip", "link", "add", link, "netns", here, "type", "veth", "peer", "name", other_link, "netns", there)
     for name, one, its in ((here, link, address), (there, other_link, other_address)):

@@ -5,6 +5,7 @@ killed by its pid between turns or within one, and so is the trainer, which goes
 whole conversation scores every episode beside its environment.
 """
 
+import json
 import os
 import random
 import signal
@@ -96,6 +97,48 @@ def test_host_worker_manager_and_trainer_are_killed_and_rewards_and_weights_are_
     assert expected.keys() == found.keys()
     assert all(torch.equal(one, found[name]) for name, one in expected.items())
     check_ledger(run_dir)
+
+
+HANGING = """\
+import pathlib
+import threading
+
+from polyrl.starters.environments import Treasure
+
+lock, num_steps = threading.Lock(), 0
+
+
+class Hanging(Treasure):
+    def step(self, text):
+        global num_steps
+        num_steps += 1
+        mark = pathlib.Path(__file__).with_name("has_hung")
+        if num_steps == 40 and not mark.exists():
+            mark.touch()
+            lock.acquire()  # and nobody gives it back
+        with lock:
+            return super().step(text)
+"""
+
+
+def test_a_host_in_which_everything_waits_for_a_lock_is_ended_and_no_episode_is_scored_for_it(
+    model: Path, tmp_path: Path
+):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    settings = (
+        "data.environment=hanging:Hanging", f"modules={tmp_path}", "train.steps=4", "fleet.workers=0",
+        "environments.turn_timeout_s=5", "environments.least_turn_timeout_s=2", "environments.timeout_reward=-5",
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    process = polyrl("train", "treasure", f"model.path={model}", *SETTINGS, *settings, "--run-dir", str(run_dir))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output.decode()[-2000:]
+    assert (tmp_path / "has_hung").exists()
+    assert "it hangs: none of its" in output.decode() and "it is started again" in output.decode()
+    ledger = polyrl("ledger", str(run_dir), "--json")
+    found = json.loads(ledger.communicate(timeout=120)[0])["episodes"]
+    assert found["hosts_hung"] == 1
+    assert found["ended"] == {"scored": PROMPTS * SAMPLES * 4}, "no time-out: no reward of -5"
 
 
 def check_ledger(run_dir: Path) -> None:

@@ -18,7 +18,8 @@ NUM_STEPS = 6
 
 
 def train(model: Path, run_dir: Path, ranks: int, num_steps: int = NUM_STEPS, *more: str) -> subprocess.Popen[bytes]:
-    given = (f"model.path={model}", f"train.steps={num_steps}", *SETTINGS, *more, "--ranks", str(ranks))
+    given = (f"model.path={model}", f"train.steps={num_steps}", "train.restarts=0", *SETTINGS, *more)
+    given = (*given, "--ranks", str(ranks))
     return polyrl("train", "arithmetic", *given, "--run-dir", str(run_dir))
 
 

@@ -25,7 +25,7 @@ def polyrl(*arguments: str) -> subprocess.Popen[bytes]:
 def end_of(run_dir: Path, num_steps: int) -> dict[str, torch.Tensor]:
     state, tensors = checkpoint.load(checkpoint.found(run_dir)[-1])
     assert state.next_step == num_steps
-    return tensors
+    return dict(tensors)
 
 
 def rewards(run_dir: Path) -> dict[int, list[object]]:

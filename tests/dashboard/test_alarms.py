@@ -55,11 +55,19 @@ def test_text_without_an_end_and_text_that_is_none():
 
 def test_a_worker_that_writes_half_as_fast_lags_or_is_silent_is_named_and_the_trainers_own_is_not():
     fleet = [replace(WORKER, name=f"w{number}") for number in range(4)]
-    slow = replace(WORKER, name="slow", tokens_per_s=20.0)
+    slow = replace(WORKER, name="slow", price_usd_per_hour=2.0)
+    paces = {**{one.name: 20.0 for one in fleet}, "slow": 4.0}
     behind = replace(WORKER, name="old", version=0)
     silent = replace(WORKER, name="gone", last_heard_s=40.0)
     status = replace(STATUS, workers=(*fleet, slow, behind, silent))
-    found = {one.name: one.what for one in alarms.of_fleet(status, ())}
+    raised = [*alarms.of_fleet(status, (), paces)]
+    found = {one.name: one.what for one in raised}
     assert found.keys() == {"slow worker", "worker lags", "worker silent"}
-    assert "slow" in found["slow worker"] and "3 behind" in found["worker lags"] and "40 s" in found["worker silent"]
-    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet, slow)), {"slow"})] == []
+    assert (
+        "slow" in found["slow worker"]
+        and "2 older than is allowed" in found["worker lags"]
+        and "40 s" in found["worker silent"]
+    )
+    assert raised[0].of == "slow" and "5.0 times as long" in raised[0].costs and "$2.00 an hour" in raised[0].costs
+    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet, slow)), {"slow"}, paces)] == []
+    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet[:1], slow)), (), paces)] == [], "of two, which is slow?"

@@ -4,6 +4,7 @@ python tests/gpu/check_train.py right              packs, flash attention, compi
 python tests/gpu/check_train.py speed [eager]      qwen3-1.7b, packs of 16,384 tokens, beside plain loops; JSON lines
 python tests/gpu/check_train.py variants           ways to run one pack, each for itself
 python tests/gpu/check_train.py profile [eager]    where a step's time goes
+python tests/gpu/check_train.py long               samples of 32k and 128k tokens, cuDNN's attention beside flash's
 
 With --small: tiny models on the device that is here; exit code 1 where a gradient in float32 is another than the CPU's.
 """
@@ -177,6 +178,34 @@ def one_variant(work: TrainWork) -> dict[str, float]:
     return found
 
 
+def long() -> bool:
+    """Two long samples, a pack each: forward and backward with cuDNN's attention, and with varlen flash attention."""
+    is_right = True
+    lengths = (64, 64, 128) if SMALL else (32_768, 32_768, 131_072)  # the first time compiles
+    bench = Bench(TrainWork(ARCH, None, max(lengths), 1, 4, 1, COMPILED, not SMALL))
+    limit, has_cudnn = bench.matrix_rate(), bench.policy._long
+    rng = np.random.default_rng(0)
+    for length in lengths:
+        groups = [[bench.sample(rng, 2, length - 1) for _ in range(2)]]
+        gradients = {}
+        for way in ("cudnn", "flash") if has_cudnn else ("flash",):
+            bench.policy._long = way == "cudnn"
+            bench.num_steps += 1
+            bench.steps.begin(bench.num_steps)
+            seconds = bench.time(lambda groups=groups: bench.steps.add(groups))
+            gradients[way] = {name: one.cpu() for name, one in bench.optimizer.gradients().items()}
+            bench.steps.abort()
+            fraction = bench.flops(groups) / seconds / limit
+            found = {"tokens": length, "attention": way, "seconds": round(seconds, 2)}
+            found |= {"tok_s": round(length * 2 / seconds), "fraction_of_limit": round(fraction, 3)}
+            print(json.dumps(found), flush=True)
+        if has_cudnn:
+            apart = distance(gradients["cudnn"], gradients["flash"])
+            is_right &= apart < 0.1
+            print(json.dumps({"tokens": length, "gradient_distance": round(apart, 5)}), flush=True)
+    return is_right
+
+
 def profile(*, compiled: bool) -> None:
     bench = Bench(TrainWork(ARCH, None, PACK, GROUPS, 4, 3, compiled, False))
     groups = bench.equal(LENGTH)
@@ -198,6 +227,8 @@ if __name__ == "__main__":
         sys.exit(0 if check_right() else 1)
     elif sys.argv[1] == "variants":
         variants()
+    elif sys.argv[1] == "long":
+        sys.exit(0 if long() else 1)
     elif sys.argv[1] == "profile":
         profile(compiled=is_compiled)
     else:

@@ -33,7 +33,13 @@ COMMANDS = {
     "check_resume": ["--small"],
     "check_run": ["--small"],
     "check_speculation": ["right --small", "speed --small", "round --small", "table --small"],
-    "check_train": ["right --small", "speed eager --small", "variants --small", "profile eager --small"],
+    "check_train": [
+        "right --small",
+        "speed eager --small",
+        "variants --small",
+        "profile eager --small",
+        "long --small",
+    ],
 }
 """`check_engine.py peer` is left out: transformers' continuous batching takes two minutes on a CPU."""
 NEEDS_TRITON = ("profile", "tune")

@@ -21,6 +21,7 @@ from tests.rewards.sandbox.conftest import bubblewrap
 from polyrl.cli.main import main
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import UserError
+from polyrl.journal.files import find_begun, open_journal
 from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.http import Front
 from polyrl.manager.service import Service
@@ -33,6 +34,7 @@ from polyrl.rewards.remote.agent import RewardAgent, RewardWorkerOptions, Reward
 from polyrl.rewards.remote.dispatcher import Dispatcher
 from polyrl.rewards.remote.travel import RewardTerms, pack_terms
 from polyrl.rewards.reward import RewardFailed, RewardInput, RewardTimedOut
+from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
 from polyrl.wire.control import RewardJoinReply, RewardJoinRequest
@@ -209,6 +211,19 @@ def test_the_ledger_has_a_line_for_each_reward_worker_that_agrees_with_the_clock
     told = json.loads(capsys.readouterr().out)
     assert told["usd"]["reward_workers"] == pytest.approx(usd)
     assert {one["reward_worker"]: one["num_jobs"] for one in told["reward_workers"]} == {"dear": 12, "cheap": 0}
+
+
+def test_a_process_that_joins_again_and_again_is_in_the_journal_once(tmp_path: Path):
+    facts = RewardJoinRequest(name="again", protocol=frames.PROTOCOL, secret="ab" * 16, places=1)
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, scoring(live):
+            for _ in range(50):
+                reward_joining.join(live.service.lobby, facts)
+
+    run(scenario(), 60.0)
+    _, records = open_journal(find_begun(tmp_path)[-1])
+    assert sum(isinstance(record.event, e.RewardWorkerJoined) for record in records) == 1
 
 
 @pytest.mark.usefixtures("bubblewrap")

@@ -1,5 +1,6 @@
 """Trackers: what was logged is in their files under its own name, and one that fails stops nothing."""
 
+import base64
 import json
 import logging
 import struct
@@ -12,6 +13,7 @@ from wandb.proto import wandb_internal_pb2
 
 from polyrl.errors import UserError
 from polyrl.telemetry.metrics import read_metrics
+from polyrl.telemetry.sample_tables import SampleRow, shorten_text, spread
 from polyrl.telemetry.trackers import TensorBoardTracker, Trackers, WandbTracker, open_trackers
 
 METRICS = {"reward/mean": 0.5, "validation/pass@1": 0.25, "rounds/kind": "short", "actor/kl_loss": None}
@@ -194,3 +196,60 @@ def test_trackers_say_where_they_write(tmp_path):
         f"{tmp_path}/metrics.jsonl; TensorBoard: tensorboard --logdir {tmp_path}/tensorboard; W&B: offline in "
         f"{tmp_path}/wandb, `wandb sync` uploads it"
     )
+
+
+ROWS = [
+    SampleRow(3, f"{n}/0", n / 4, 7, "stop", "<b>2+2</b>", "|*four*|\n<script>x</script> \x1b[31m", "style 0.5")
+    for n in range(5)
+]
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+)
+
+
+def test_tensorboard_has_answers_as_a_table_of_text_alone_and_the_pictures(tmp_path):
+    tracker = TensorBoardTracker(tmp_path / "events")
+    tracker.log_samples(3, ROWS)
+    (tmp_path / "reward.png").write_bytes(PNG)
+    tracker.log_pictures(9, [tmp_path / "reward.png"])
+    tracker.close()
+    samples, pictures = [value for event in tensorboard_events(tmp_path / "events") for value in event.summary.value]
+    assert (samples.tag, samples.metadata.plugin_data.plugin_name) == ("samples", "text")
+    [table] = samples.tensor.string_val
+    lines = table.decode().splitlines()
+    assert len(lines) == 2 + len(ROWS) and {line.count(" | ") for line in lines} == {7}
+    assert not any(mark in table.decode() for mark in ("<b>", "<script>", "*four", "\x1b"))
+    assert (pictures.tag, pictures.image.width, pictures.image.height) == ("pictures/reward", 1, 1)
+    assert pictures.image.encoded_image_string == PNG
+
+
+def test_tensorboards_own_reader_shows_the_table_and_the_picture(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log_samples(3, ROWS)
+    (tmp_path / "reward.png").write_bytes(PNG)
+    tracker.log_pictures(9, [tmp_path / "reward.png"])
+    tracker.close()
+    read = accumulator.EventAccumulator(str(tmp_path), size_guidance={accumulator.IMAGES: 0, accumulator.TENSORS: 0})
+    read.Reload()
+    assert read.Tags()["images"] == ["pictures/reward"]
+    assert b"four" in read.Tensors("samples")[0].tensor_proto.string_val[0]
+
+
+def test_wandb_keeps_answers_as_a_table_and_the_pictures_beside_the_metrics(tmp_path):
+    tracker = WandbTracker(tmp_path, "offline", "polyrl")
+    tracker.log_samples(3, ROWS)
+    tracker.log(3, METRICS)
+    (tmp_path / "reward.png").write_bytes(PNG)
+    tracker.log_pictures(3, [tmp_path / "reward.png"])
+    tracker.close()
+    [table] = [json.loads(one.read_text()) for one in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert table["columns"] == list(SampleRow._fields) and table["data"][0] == list(ROWS[0])
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/pictures/*.png"))) == 1
+
+
+def test_a_table_has_a_few_answers_from_the_lowest_reward_to_the_highest():
+    many = [ROWS[0]._replace(reward=float(n), sample=f"{n}/0") for n in range(200)]
+    found = [one.reward or 0.0 for one in spread(many)]
+    assert len(found) == 16 and found == sorted(found) and (found[0], found[-1]) == (0.0, 199.0)
+    assert len(shorten_text("x" * 10_000)) < 700

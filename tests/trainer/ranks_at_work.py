@@ -5,6 +5,7 @@ Every case is a step or two of training on the same samples. Rank zero leaves wh
 
 import json
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from polyrl.engines.builtin import models
 from polyrl.trainer import lora, sharding
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic
-from polyrl.trainer.leading import Leader, Learner, follow
+from polyrl.trainer.leading import Leader, Learner, RankShards, follow
 from polyrl.trainer.meeting import Meeting
 from polyrl.trainer.model import Divided, Policy
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.ranks import ALONE, RankGroup, RankInfo, Ranks
-from polyrl.trainer.state import checkpoint
+from polyrl.trainer.state import checkpoint, restoring, sharded
 from polyrl.trainer.state.checkpoint import TrainerState
+from polyrl.trainer.state.sharded import ShardFile, ShardWriter
 from polyrl.trainer.step import StepAccumulator
 
 SIZES = (4, 2, 3)
@@ -203,10 +205,13 @@ def go_on(ranks: Ranks, folder: Path) -> None:
     """Leave checkpoints for one rank to go on from, and go on from the one that it left."""
     for given, left in ((None, ("from-two", "from-two-later")), ("from-one", ("from-one-again", "from-one-later"))):
         learner = make_crew(folder, ranks, WITH_CRITIC, {})
+        run_dir = folder / f"{left[1]}-in-shards"
+        assert sharded.is_shared(run_dir, ranks)
         if given is not None:
-            learner.restore(checkpoint.load(checkpoint.found(folder / given)[-1])[1])
+            opened = checkpoint.load(checkpoint.found(folder / given)[-1])[1] if ranks.rank == 0 else None
+            restoring.restore(learner, ranks, folder / given, is_shared=False, tensors=opened)  # as if only one saw it
         if ranks.rank != 0:
-            follow(ranks, learner)
+            follow(ranks, learner, ShardWriter(run_dir, ShardFile(ranks.rank, ranks.size)))
             continue
         leader = Leader(ranks, learner, lambda error: None)
         if given is None:
@@ -214,7 +219,17 @@ def go_on(ranks: Ranks, folder: Path) -> None:
         save(folder / left[0], dict(leader.whole_state()))
         two_steps(leader, samples(folder, {}), 2)
         save(folder / left[1], dict(leader.whole_state()))
+        shards = RankShards(leader, run_dir, ranks.size)
+        shards.take(4)
+        shards.save(run_dir, TrainerState(next_step=4), threading.Event())
+        shards.close()
         leader.stop()
+    learner = make_crew(folder, ranks, WITH_CRITIC, {})
+    in_shards = folder / "from-two-later-in-shards"
+    restoring.restore(learner, ranks, checkpoint.found(in_shards)[-1], is_shared=True)
+    again = dict(sharding.gather(learner.state().items()))
+    if ranks.rank == 0:
+        save(folder / "in-shards-again", again)
 
 
 def save(run_dir: Path, tensors: dict[str, torch.Tensor]) -> None:

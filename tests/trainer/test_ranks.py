@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.trainer.ranks_at_work import (
 )
 from tests.trainer.small import draw_groups
 
+from polyrl.errors import UserError
 from polyrl.trainer.batch import TrainSample, TrainSegment, decode_groups, encode_groups
 from polyrl.trainer.lora import LoraPolicy
 from polyrl.trainer.packing import make_parts, num_rows, plan_passes
@@ -153,8 +155,37 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_one(folder: Path):
     assert_goes_on(folder, "from-two")
 
 
+def test_what_two_ranks_write_in_shards_is_read_by_two_and_by_one(folder: Path):
+    whole, run_dir = saved(folder / "from-two-later"), folder / "from-two-later-in-shards"
+    (step,) = checkpoint.found(run_dir)
+    names = sorted(one.name for one in step.iterdir())
+    assert names == ["shard-00001-of-00002.safetensors", "shard-00002-of-00002.safetensors", "state.json"]
+    sizes = [(step / name).stat().st_size for name in names[:2]]
+    assert max(sizes) < 0.6 * sum(sizes), "each holds about a half"
+    in_shards, again = saved(run_dir), saved(folder / "in-shards-again")
+    assert in_shards.keys() == again.keys() == whole.keys()
+    assert all(torch.equal(one, in_shards[name]) and torch.equal(one, again[name]) for name, one in whole.items())
+    learner = make_crew(folder, None, WITH_CRITIC, {})
+    learner.restore(checkpoint.load(step)[1])
+    assert all(torch.equal(one, whole[name]) for name, one in learner.state().items())
+
+
+def test_a_shard_that_is_damaged_or_missing_is_named(folder: Path, tmp_path: Path):
+    shutil.copytree(folder / "from-two-later-in-shards", tmp_path / "run")
+    (step,) = checkpoint.found(tmp_path / "run")
+    shard = step / "shard-00002-of-00002.safetensors"
+    with shard.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    with pytest.raises(UserError, match=r"shard-00002-of-00002.safetensors: is damaged"):
+        checkpoint.load(step)
+    shard.unlink()
+    with pytest.raises(UserError, match=r"shard-00002-of-00002.safetensors: is missing"):
+        checkpoint.load(step)
+
+
 def saved(run_dir: Path) -> Tensors:
-    return checkpoint.load(checkpoint.found(run_dir)[-1])[1]
+    return dict(checkpoint.load(checkpoint.found(run_dir)[-1])[1])
 
 
 def assert_goes_on(folder: Path, run: str) -> None:
@@ -182,7 +213,7 @@ def test_a_rank_that_ends_before_all_have_met_is_said_at_once(tmp_path: Path):
         [sys.executable, "-c", MEETING_NOBODY, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
     )
     last = done.stderr.strip().splitlines()[-1]
-    assert "UserError: rank 1 has ended (exit code 1): it said nothing" in last, done.stderr
+    assert "RankLost: rank 1 has ended (exit code 1): it said nothing" in last, done.stderr
     assert last.endswith("nothing is trained yet: the same command begins again")
 
 

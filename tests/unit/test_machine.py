@@ -55,5 +55,27 @@ def test_a_recipe_that_fits_is_told_with_its_memory(tmp_path: Path, capsys: pyte
     told = json.loads(capsys.readouterr().out)
     found = {one["name"]: one for one in told["checks"]}
     assert found["recipe"]["verdict"] == "ok", found["recipe"]
-    assert "training needs about" in found["memory"]["what"]
+    for word in ("model", "optimizer", "packs of", "KV cache", "this machine has"):
+        assert word in found["memory"]["what"], word
+    assert "for checkpoints (2 are kept" in found["room on disk"]["what"]
     assert code == (1 if told["wrong"] else 0)
+
+
+def test_a_port_that_the_recipe_names_and_room_that_is_not_there_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = tmp_path / "model"
+    make_model(model, seed=0, task=ArithmeticTask(), num_steps=1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        file = tmp_path / "mine.toml"
+        words = f'name = "mine"\n[model]\npath = "{model}"\n[data]\nsource = "arithmetic"\nprompts_per_step = 4\n'
+        words += "[rollout]\nmax_new_tokens = 16\n[rounds]\nsamples_per_prompt = 2\n"
+        words += f"[manager]\nport = {taken.getsockname()[1]}\n[track]\nsamples_gb = 1000000\n"
+        words += "[train]\nmicro_batch_tokens = 900000000\n"
+        file.write_text(words)
+        assert main(["doctor", "--recipe", str(file), "--json"]) == 1
+    wrong = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"] if one["verdict"] == "wrong"}
+    assert wrong.keys() >= {"port", "room on disk", "memory"}
+    assert wrong["port"]["what"].startswith("manager.port: port ") and wrong["memory"]["do"]

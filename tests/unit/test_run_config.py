@@ -134,7 +134,7 @@ def with_planned_parallelism() -> SchedulerConfig:
 
 def test_what_no_live_fleet_can_do_is_refused_when_the_run_is_opened(tmp_path):
     service = Service(tmp_path, SETTINGS)
-    with pytest.raises(Refused, match=r"parallelism\.enabled: got true, expected false: a simulated fleet"):
+    with pytest.raises(Refused, match=r"parallelism\.engines: got .local., expected .fleet.: a simulator"):
         opening.open_run(service.lobby, RunRequest(protocol=PROTOCOL, config=with_planned_parallelism()))
     assert service.lobby.run is None
     service.close()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.properties.hostile import play
 from tests.telemetry.test_account import write_journal
+from tests.web.models import character_model
 
 from polyrl.journal.files import FILE_NAME as JOURNAL
 from polyrl.telemetry.metrics import FILE_NAME as METRICS
@@ -109,22 +110,6 @@ def write_tokens(run_dir: Path, step: int, answers: list[str], reward: float = 1
     folder.mkdir(parents=True, exist_ok=True)
     made = entries.make(step, 10, [[[sample] for sample in samples]], b"", [])
     (folder / entries.name_of(step)).write_bytes(entries.encode(made))
-
-
-def character_model(folder: Path) -> Path:
-    """A tokenizer whose tokens are characters, so that answers can be any text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder.mkdir()
-    vocabulary = {chr(code): code for code in range(0x2100)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    facts = {"model_type": "llama", "vocab_size": 0x2100, "max_position_embeddings": 4096, "eos_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(facts))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,11 @@ def _try(args: argparse.Namespace, wanted: "WantedEnvironment") -> int:
     parts = "".join(f", {part} {value:g}" for part, value in end.parts.items())
     why = f": {end.why}" if end.why else ""
     is_correct = "correct" if end.correct else "not correct"
-    _tell(args, said, f"reward {end.reward:g}, {is_correct}, {end.num_turns} turns{parts}{why}")
+    _tell(
+        args,
+        said,
+        f"reward {end.reward:g}, {is_correct}, {end.num_turns} turn{'' if end.num_turns == 1 else 's'}{parts}{why}",
+    )
     return 0
 
 

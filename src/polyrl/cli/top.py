@@ -61,17 +61,15 @@ async def _watch(args: argparse.Namespace) -> None:
 
 
 async def _follow_steps(display: "Display", run_dir: Path) -> None:
-    """Tell the display of the steps in the run's metrics, as they come."""
-    from polyrl.telemetry.metrics import FILE_NAME, read_steps
+    """Tell the display of the steps in the run's metrics, as they come: of the file, only what is new is read."""
+    from polyrl.telemetry.metrics import FILE_NAME, GrowingMetrics
 
-    last, file = None, run_dir / FILE_NAME
+    lines, is_first = GrowingMetrics(run_dir / FILE_NAME), True
     while True:
-        steps = read_steps(file) if file.exists() else []
-        new = steps[-_STEPS_SHOWN:] if last is None else [one for one in steps if int(one["step"] or 0) > last]
-        for metrics in new:
-            last = int(metrics["step"] or 0)
-            display.step_ended(last, metrics)
-        if new or last is None:
-            display.step_begins(0 if last is None else last + 1)
-            last = -1 if last is None else last
+        anew, new = lines.read_new()
+        for metrics in new[-_STEPS_SHOWN:] if is_first or anew else new:
+            display.step_ended(int(metrics["step"] or 0), metrics)
+        if new or is_first:
+            display.step_begins(int(new[-1]["step"] or 0) + 1 if new else 0)
+        is_first = False
         await asyncio.sleep(_LOOK_EVERY_S)

@@ -22,6 +22,8 @@ examples:
   polyrl train --resume runs/arithmetic train.steps=80
   polyrl train recipe.toml --ranks 4
   torchrun --nproc-per-node 4 -m polyrl train recipe.toml
+  polyrl train recipe.toml --ranks 8 --nodes 2 --meet 10.0.0.1:29500      on the first of two machines
+  polyrl train --nodes 2 --node 1 --meet 10.0.0.1:29500                   on the second
 
 A recipe is a TOML file, or the name of one that ships with PolyRL; docs/reference/recipes.md lists every key. The run's
 directory holds journal, metrics and logs. Workers may join and leave at any time: the command for that is printed."""
@@ -36,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (default: runs/NAME)")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run of this directory, in place of a recipe")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes that share the model: train.ranks=N")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines that the ranks are on, equally many on each")
+    parser.add_argument("--node", type=int, metavar="K", help="this machine's number; 0 (default) runs the run")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="where the other machines reach the first one")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and the plan, and stop")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
 
@@ -50,8 +55,12 @@ def run(args: argparse.Namespace) -> int:
         print(show_shipped(list_recipes()))
         return 0
     registry.check_libraries()
-    from polyrl.run import ranks
+    from polyrl.run import going_on, nodes, ranks
 
+    wanted = nodes.of_options(args.nodes, args.node, args.meet, os.environ)
+    if wanted is not None and wanted.number > 0:
+        return 0 if args.dry_run else nodes.lend(wanted)
+    nodes.remember(wanted)
     info = ranks.rank_info(os.environ)
     if info is not None and info.rank > 0:
         return 0 if args.dry_run else ranks.follow(info)
@@ -62,12 +71,21 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("a recipe is missing: expected a TOML file, a name of `polyrl train --list`, or --resume DIR")
     recipe = ranks.with_ranks(partial(load_recipe, args.recipe), overrides, info)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
+    if going_on.is_restarted(os.environ) and _has_begun(run_dir):
+        args.resume, args.run_dir, args.recipe = str(run_dir), None, None
+        return _resume(args, overrides)
     if args.dry_run:
         from polyrl.run.plan import fit, show_plan
 
         print(show_plan(fit(recipe), run_dir))
         return 0
     return _train(recipe, run_dir, args)
+
+
+def _has_begun(run_dir: Path) -> bool:
+    from polyrl.trainer.state import checkpoint
+
+    return bool(checkpoint.found(run_dir))
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
@@ -100,6 +118,8 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _train(recipe: "Recipe", run_dir: Path, args: argparse.Namespace, resumed: "Resumed | None" = None) -> int:
+    from polyrl.errors import RankLost
+    from polyrl.run import going_on
     from polyrl.run.supervising import Interrupted
     from polyrl.run.training import train
 
@@ -107,6 +127,10 @@ def _train(recipe: "Recipe", run_dir: Path, args: argparse.Namespace, resumed: "
         return conclude(run_dir, train(recipe, run_dir, resumed=resumed, quiet=args.quiet))
     except Interrupted:
         return conclude(run_dir, None)
+    except RankLost as lost:
+        overrides = [] if resumed is None else _overrides(args)
+        going_on.go_on(lost, run_dir, overrides, recipe.train.restarts, quiet=args.quiet)
+        raise
 
 
 def conclude(run_dir: Path, why: str | None) -> int:

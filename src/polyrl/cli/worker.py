@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spot", action="store_true", help="the machine may be taken away")
     parser.add_argument("--price", type=float, default=0.0, metavar="USD_PER_HOUR", help="for the ledger")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="accelerators it stands for")
+    parser.add_argument("--planned", action="store_true", help="the run that started it plans its engine's width")
     parser.add_argument(
         "--drain-deadline", type=float, default=25.0, metavar="S", help="after a signal (default: %(default)s)"
     )
@@ -240,6 +241,7 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
         spot=args.spot,
         price_usd_per_hour=args.price,
         num_devices=args.devices,
+        planned=args.planned,
         drain_deadline_s=args.drain_deadline,
         session_file=None if args.session_file is None else Path(args.session_file),
         relays=not args.no_relay and dialer.is_plain,  # with TLS it would need a certificate of its own

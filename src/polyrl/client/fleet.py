@@ -216,6 +216,7 @@ class Fleet:
         """The scheduler's account of each of the last steps, the newest last."""
         self.advice: tuple[int, str] | None = None
         """How many workers are worth holding, and why."""
+        self._width: frames.WidthPlanned | None = None
         self._rounds: dict[int, _Round] = {}
         self._last_requested = -1
         self._has_published = False
@@ -408,6 +409,13 @@ class Fleet:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def until_planned(self, width: int) -> frames.WidthPlanned:
+        """Wait until the engines that the run started are to have another tensor parallelism than this."""
+        async with self._changed:
+            while self._width is None or self._width.tensor_parallel == width:
+                await self._changed.wait()
+            return self._width
+
     # Hearing
 
     async def _hear(self, frame: frames.ToTrainer) -> None:  # noqa: C901 (a case for each kind)
@@ -439,6 +447,8 @@ class Fleet:
                     self.lines.append(frame.line)
             case frames.FleetAdvised():
                 self.advice = (frame.num_workers, frame.why)
+            case frames.WidthPlanned():
+                self._width = frame
             case frames.Release():
                 raise UserError(f"the manager refused us: {frame.why}")
         async with self._changed:

@@ -23,6 +23,7 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positi
 from polyrl.scheduling.core.parameters import (
     FleetRules,
     HandBackConfig,
+    ParallelismConfig,
     RoundsConfig,
     RoutingConfig,
     ScalingConfig,
@@ -91,7 +92,9 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A micro-batch starts when this many samples, or `micro_batch_tokens` tokens, or the whole round are complete;
     none: 16 samples on a CPU; on a GPU only tokens count."""
     ranks: AtLeastOne = 1
-    """The number of processes on this machine that train the model together, each with one GPU."""
+    """The number of processes, on one machine or several, that train the model together, each with one GPU."""
+    restarts: Annotated[int, Meta(ge=0, le=1000)] = 3
+    """How often in a row, without a new step, the run goes on by itself after it has lost a rank."""
     replicas: AtLeastOne = 1
     """How many copies of the model the ranks hold: each copy is shared by `ranks` / `replicas` of them. A replica
     generates and trains on its own; gradients meet once a step."""
@@ -525,6 +528,8 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine_python: str = ""
     """For vllm and sglang: the environment, or its Python, with the server installed; empty: PolyRL's own, or the one
     that `make engines` installs."""
+    tensor_parallel: AtLeastOne = 1
+    """For vllm and sglang: the devices that share each server's model; with `parallelism.enabled`, at first."""
     settings: dict[str, Any] = {}
     """Engine settings, as for `polyrl worker --engine-config`; keyword arguments of an engine of your own."""
     wait: bool = False
@@ -532,6 +537,11 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     price_usd_per_hour: NotNegative = 0.0
     """The price of one worker, for the ledger."""
     spot: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of these workers, all together."""
+        return self.workers * self.tensor_parallel
 
     def __post_init__(self) -> None:
         if self.engine not in ("builtin", *SERVERS) and not is_own(self.engine):
@@ -619,6 +629,8 @@ class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Trackers of your own."""
     samples_gb: NotNegative = 1.0
     """Disk space for the samples of older steps, for `polyrl samples`; the oldest are deleted first. 0: keep none."""
+    samples_every_steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 10
+    """TensorBoard and W&B get a table of a step's answers every so many steps; 0: never."""
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -644,6 +656,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     routing: RoutingConfig = RoutingConfig()
     seeding: SeedingConfig = SeedingConfig()
     hand_back: HandBackConfig = HandBackConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
     fleet_rules: FleetRules = FleetRules()
     weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
     scaling: ScalingConfig = ScalingConfig()
@@ -669,6 +682,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_ranks()
         self._check_mooncake()
         self._check_fleet()
+        self._check_parallelism()
         self._check_price()
         self._check_rewards()
 
@@ -700,6 +714,21 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 'fleet.settings.after_install: expected "recompute" with data.environment: with "keep" a server has no '
                 "prefix cache, and computes each turn's whole conversation anew"
             )
+
+    def _check_parallelism(self) -> None:
+        fleet, planned = self.fleet, self.parallelism
+        if fleet.tensor_parallel > 1 and fleet.engine not in SERVERS:
+            raise ValueError(f'fleet.tensor_parallel: is for fleet.engine = "vllm" and "sglang", not "{fleet.engine}"')
+        if not planned.enabled:
+            return
+        if fleet.engine not in SERVERS or fleet.num_devices < 2:
+            raise ValueError(
+                f'parallelism.enabled: {fleet.workers} workers of engine "{fleet.engine}" (fleet); expected servers, '
+                "vllm or sglang, with two devices or more in all (fleet.workers times fleet.tensor_parallel)"
+            )
+        for key in ("engines", "num_devices", "start_tp", "model"):
+            if getattr(planned, key) != getattr(ParallelismConfig(), key):
+                raise ValueError(f"parallelism.{key}: follows from fleet and model; leave it out")
 
     def _check_mooncake(self) -> None:
         if self.weights.mooncake and self.manager.tls_cert:

@@ -1,7 +1,7 @@
 """Alarms: what in a run's metrics, answers and fleet a person should look at, as pure functions of what was measured.
 
-Rules kept here: an alarm says what was seen, against what it is held, and what to do. One bad step raises none, but for
-gradients. Nothing here stops a run.
+Rules kept here: an alarm says what was seen, against what it is held, what it costs, and what to do. One bad step
+raises none, but for gradients. Nothing here stops a run.
 """
 
 from collections import Counter
@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
+from polyrl.telemetry.looks import show_seconds
 from polyrl.wire.control import Status, WorkerStatus
 
 Series = Mapping[str, Sequence[float]]
@@ -24,6 +25,9 @@ _MISMATCH_NATS = 0.05
 _DRIFT = 3.0
 _STALE_VERSIONS = 4.0
 _LAGS = 0.5
+_CENT = 0.01
+_ENOUGH_WORKERS = 3
+"""Of fewer, nobody knows which is the slow one."""
 _SILENT_S = 10.0
 _REPEATING = 0.2
 """Share of a step's answers."""
@@ -35,33 +39,44 @@ _NOT_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 class Alarm(NamedTuple):
     name: str
     what: str
+    costs: str
     do: str
+    of: str = ""
+    """The worker that it is about; empty: no single one."""
 
 
 def of_metrics(series: Series) -> Iterator[Alarm]:
     """Yield the alarms of a run's metrics."""
-    yield from _reward(series.get("reward/mean", ()))
+    yield from _reward(series)
     if fmean(series.get("reward/mean", ())[-_FEW:] or (0.0,)) < _SOLVED:  # where all is solved, answers may agree
         yield from _entropy(series.get("actor/entropy", ()))
     yield from _gradient(series.get("actor/grad_norm", ()))
     yield from _mismatch(series.get("actor/mismatch_kl", ()))
-    yield from _lengths(series.get("token/response_length/mean", ()))
-    stale = series.get("staleness/mean", ())[-_FEW:]
-    if stale and fmean(stale) > _STALE_VERSIONS:
-        what = f"tokens trained on are {fmean(stale):.1f} versions old, mean of the last {len(stale)} steps"
-        yield Alarm("stale data", what, "lower train.max_staleness, or add workers so that answers end sooner")
+    yield from _lengths(series)
+    yield from _staleness(series)
 
 
-def _reward(values: Sequence[float]) -> Iterator[Alarm]:
+def _reward(series: Series) -> Iterator[Alarm]:
+    values = series.get("reward/mean", ())
     if len(values) < 2 * _FEW:
         return
     means = [fmean(values[place : place + _FEW]) for place in range(len(values) - _FEW + 1)]
     best, now, low = max(means), means[-1], min(means[0], *values)
     if best - now > _COLLAPSED * (best - low) and best - now > 0.05 * max(1.0, abs(best)):
-        what = f"mean reward fell from {best:.3g} to {now:.3g}, means of {_FEW} steps"
+        num = len(means) - 1 - means.index(best)
         yield Alarm(
-            "reward collapsed", what, "read the newest answers; go back to a checkpoint with a lower learning rate"
+            "reward collapsed",
+            f"mean reward fell from {best:.3g} to {now:.3g}, means of {_FEW} steps",
+            f"{_spent(series, num)} since the best steps, {num} steps ago",
+            "read the newest answers; go back to a checkpoint with a lower learning rate",
         )
+
+
+def _spent(series: Series, num_steps: int) -> str:
+    """Return the time and the money of the last steps."""
+    seconds = sum(series.get("time/step_total", ())[-num_steps:])
+    usd = sum(series.get("cost/usd_step", ())[-num_steps:])
+    return show_seconds(seconds) + (f" and ${usd:,.2f}" if usd >= _CENT else "")
 
 
 def _entropy(values: Sequence[float]) -> Iterator[Alarm]:
@@ -69,10 +84,12 @@ def _entropy(values: Sequence[float]) -> Iterator[Alarm]:
         return
     first, now = fmean(values[:_FEW]), fmean(values[-_FEW:])
     if first > 0 and now < _ENTROPY_LEFT * first:
-        what = (
-            f"entropy is {now:.3g} nats, {now / first:.0%} of the first steps': all answers of a group become the same"
+        yield Alarm(
+            "entropy gone",
+            f"entropy is {now:.3g} nats, {now / first:.0%} of the first steps'",
+            "all answers of a group become the same, and such a group teaches nothing",
+            "raise the temperature, the upper clip or algorithm.entropy_coef",
         )
-        yield Alarm("entropy gone", what, "raise the temperature, the upper clip or algorithm.entropy_coef")
 
 
 def _gradient(values: Sequence[float]) -> Iterator[Alarm]:
@@ -80,38 +97,73 @@ def _gradient(values: Sequence[float]) -> Iterator[Alarm]:
         return
     usual, last = median(values[-50:-1]), max(values[-3:])
     if usual > 0 and last > _SPIKE * usual:
-        what = f"gradient norm {last:.3g}, usually {usual:.3g}"
-        yield Alarm("gradient spike", what, "look at the step's answers; lower train.grad_clip")
+        yield Alarm(
+            "gradient spike",
+            f"gradient norm {last:.3g}, usually {usual:.3g}",
+            "one such update can undo many steps",
+            "look at the step's answers; lower train.grad_clip",
+        )
 
 
 def _mismatch(values: Sequence[float]) -> Iterator[Alarm]:
     if len(values) >= _FEW and (now := fmean(values[-_FEW:])) > _MISMATCH_NATS:
-        what = f"engines and trainer differ by {now:.3g} nats a token"
-        yield Alarm("mismatch", what, "compare dtypes of engine and trainer; set algorithm.correction")
+        yield Alarm(
+            "mismatch",
+            f"engines and trainer differ by {now:.3g} nats a token",
+            "updates are made for probabilities that no answer was drawn with",
+            "compare dtypes of engine and trainer; set algorithm.correction",
+        )
 
 
-def _lengths(values: Sequence[float]) -> Iterator[Alarm]:
+def _lengths(series: Series) -> Iterator[Alarm]:
+    values, times = series.get("token/response_length/mean", ()), series.get("time/step_total", ())
     if len(values) < 2 * _FEW:
         return
     first, now = fmean(values[:_FEW]), fmean(values[-_FEW:])
     if first > 0 and (now > _DRIFT * first or now < first / _DRIFT):
-        what = f"answers have {now:,.0f} tokens, {first:,.0f} at the start"
-        yield Alarm("length drift", what, "read the longest answers; see algorithm.overlong")
+        costs = "what a step costs depends on it"
+        if len(times) >= 2 * _FEW:
+            costs = f"a step takes {show_seconds(fmean(times[-_FEW:]))}, {show_seconds(fmean(times[:_FEW]))} at first"
+        yield Alarm(
+            "length drift",
+            f"answers have {now:,.0f} tokens, {first:,.0f} at the start",
+            costs,
+            "read the longest answers; see algorithm.overlong",
+        )
+
+
+def _staleness(series: Series) -> Iterator[Alarm]:
+    stale = series.get("staleness/mean", ())[-_FEW:]
+    if stale and fmean(stale) > _STALE_VERSIONS:
+        clipped = [fmean(series.get(f"actor/clip_frac_{end}", ())[-_FEW:] or (0.0,)) for end in ("low", "high")]
+        yield Alarm(
+            "stale data",
+            f"tokens trained on are {fmean(stale):.1f} versions old, mean of the last {len(stale)} steps",
+            f"{sum(clipped):.1%} of the tokens are clipped and teach nothing; the others pull from an older policy",
+            "lower train.max_staleness; where complete rounds wait for the trainer, fewer workers cost less, and where "
+            "answers take long, more of them help",
+        )
 
 
 def of_answers(answers: Sequence[Sequence[int]], texts: Sequence[str]) -> Iterator[Alarm]:
     """Yield the alarms of a step's answers, given as tokens, and as (parts of) text."""
-    long = [one for one in answers if len(one) >= _MIN_TOKENS]
-    repeating = sum(map(is_repeating, long))
-    if repeating > _REPEATING * len(answers):
-        what = f"{repeating} of {len(answers)} answers repeat themselves to their end"
+    repeating = [one for one in answers if len(one) >= _MIN_TOKENS and is_repeating(one)]
+    if len(repeating) > _REPEATING * len(answers):
+        share = sum(map(len, repeating)) / sum(map(len, answers))
         yield Alarm(
-            "endless text", what, "look at rollouts with the end `length`; mask or penalize them (algorithm.overlong)"
+            "endless text",
+            f"{len(repeating)} of {len(answers)} answers repeat themselves to their end",
+            f"{share:.0%} of the step's tokens are in them",
+            "look at rollouts with the end `length`; mask or penalize them (algorithm.overlong)",
         )
     garbled = sum(1 for one in texts if one.count(_NOT_A_CHARACTER) > 0.02 * len(one) + 1)
     if texts and garbled > _REPEATING * len(texts):
-        what = f"{garbled} of {len(texts)} answers are no valid text"
-        yield Alarm("garbled text", what, "check that tokenizer and model belong together, and the weights' versions")
+        yield Alarm(
+            "garbled text",
+            f"{garbled} of {len(texts)} answers are no valid text",
+            f"{garbled / len(texts):.0%} of the answers can hardly be paid for what they say",
+            "check that tokenizer and model belong together, and the weights' versions",
+        )
 
 
 def is_repeating(answer: Sequence[int]) -> bool:
@@ -123,25 +175,38 @@ def is_repeating(answer: Sequence[int]) -> bool:
     return len(pieces) < 0.2 * len(tail)
 
 
-def of_fleet(status: Status, local: Container[str]) -> Iterator[Alarm]:
-    """Yield the alarms of workers. `local` are those on the trainer's own devices, which train in between."""
-    working = [one for one in status.workers if one.state == "active" and one.running and one.name not in local]
-    paces = [one.tokens_per_s / one.running for one in working if one.tokens_per_s > 0]
-    usual = median(paces) if len(paces) >= 3 else 0.0
-    for one in working:
-        if usual and one.tokens_per_s and one.tokens_per_s / one.running < _LAGS * usual:
-            pace = one.tokens_per_s / one.running
+def of_fleet(
+    status: Status, local: Container[str], paces: Mapping[str, float], max_staleness: int = 1
+) -> Iterator[Alarm]:
+    """Yield the alarms of workers. `local` are those on the trainer's own devices, which train in between; `paces` are
+    tokens a second and sample, over what each worker wrote lately; `max_staleness`: versions that may be behind."""
+    there = [one for one in status.workers if one.state == "active" and one.name not in local and one.name in paces]
+    usual = median(paces[one.name] for one in there) if len(there) >= _ENOUGH_WORKERS else 0.0
+    for one in there:
+        pace = paces[one.name]
+        if pace < _LAGS * usual:
             yield Alarm(
-                "slow worker", f"{one.name} writes {pace:.1f} tokens a second and sample, others {usual:.1f}",
-                f"look at its machine, or drain it: polyrl drain {one.name}",
-            )  # fmt: skip
-    yield from (found for one in status.workers if (found := _lag(one, status.published)) is not None)
+                "slow worker",
+                f"{one.name} writes {pace:.1f} tokens a second and sample, others {usual:.1f}",
+                f"its samples take {usual / pace:.1f} times as long, and steps wait for them{_price(one)}",
+                f"look at its machine, or drain it, in Fleet or with polyrl drain {one.name}",
+                one.name,
+            )
+    yield from (found for one in status.workers if (found := _lag(one, status.published - max_staleness)) is not None)
 
 
-def _lag(worker: WorkerStatus, published: int) -> Alarm | None:
-    if worker.state == "active" and 0 <= worker.version < published - 1:
-        behind = published - worker.version
-        return Alarm("worker lags", f"{worker.name} runs version {worker.version}, {behind} behind", "see its network")
+def _lag(worker: WorkerStatus, oldest: int) -> Alarm | None:
+    """`oldest` is the oldest version that is as new as it should be."""
+    if worker.state == "active" and 0 <= worker.version < oldest:
+        what = f"{worker.name} runs version {worker.version}, {oldest - worker.version} older than is allowed"
+        costs = f"it writes nothing for a step until it has pulled a newer one{_price(worker)}"
+        return Alarm("worker lags", what, costs, "see its log and its network; drain it if it does not catch up")
     if worker.last_heard_s > _SILENT_S:
-        return Alarm("worker silent", f"nothing came from {worker.name} for {worker.last_heard_s:.0f} s", "see its log")
+        what = f"nothing came from {worker.name} for {worker.last_heard_s:.0f} s"
+        costs = f"its {worker.running} samples stand still until it is given up{_price(worker)}"
+        return Alarm("worker silent", what, costs, "see its log, and whether its machine is there")
     return None
+
+
+def _price(worker: WorkerStatus) -> str:
+    return f"; it costs ${worker.price_usd_per_hour:.2f} an hour" if worker.price_usd_per_hour else ""

@@ -4,18 +4,15 @@ Rules kept here: a line that is still being written is read later. A file that b
 from an earlier step, is read anew. The number of names is bounded: a recipe's own metrics may have any name.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-import msgspec
-
 from polyrl.scheduling.core.ledger import StepLine
-from polyrl.telemetry.metrics import FILE_NAME, MetricValue, from_step_line
+from polyrl.telemetry.metrics import FILE_NAME, GrowingMetrics, MetricValue, from_step_line
 
 Column = list[float | None]
 _MAX_NAMES = 2_000
-_decode = msgspec.json.Decoder(dict[str, float | int | str | None]).decode
 
 
 class Curves:
@@ -25,16 +22,17 @@ class Curves:
         """`path` is a run's directory, or a journal; `lines` gives the steps that the journal knows."""
         self._file = path / FILE_NAME
         self._lines = lines
-        self._offset = 0
+        self._growing, self._is_of_file = GrowingMetrics(self._file), False
         self.steps: list[int] = []
         self._columns: dict[str, Column] = {}
 
     def refresh(self) -> int:
         """Read what is new, and return the number of steps."""
         if self._file.is_file():
-            if self._offset == 0:  # the journal may have told the first steps before the file was there
-                self._forget()
-            for line in self._new_lines():
+            anew, lines = self._growing.read_new()
+            if anew or not self._is_of_file:  # the journal may have told the first steps before the file was there
+                self.steps, self._columns, self._is_of_file = [], {}, True
+            for line in lines:
                 self._add(line)
         else:
             known = len(self.steps)
@@ -42,25 +40,6 @@ class Curves:
                 assert line is not None
                 self._add({"step": line.step, **from_step_line(line, before)})
         return len(self.steps)
-
-    def _new_lines(self) -> Iterator[Mapping[str, MetricValue]]:
-        with self._file.open("rb") as file:
-            if file.seek(0, 2) < self._offset:
-                self._forget()
-            file.seek(self._offset)
-            for raw in file.read().splitlines(keepends=True):
-                if not raw.endswith(b"\n"):
-                    return
-                self._offset += len(raw)
-                try:
-                    line = _decode(raw)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue
-                if isinstance(line.get("step"), int) and any(not _is_of_validation(name) for name in line):
-                    yield line
-
-    def _forget(self) -> None:
-        self._offset, self.steps, self._columns = 0, [], {}
 
     def _add(self, line: Mapping[str, MetricValue]) -> None:
         num = len(self.steps)
@@ -96,7 +75,3 @@ class Curves:
         if of == "seconds":
             return list(accumulate(value or 0.0 for value in self.column("time/step_total")))
         return self.column("cost/usd_total") if of == "dollars" else [float(step) for step in self.steps]
-
-
-def _is_of_validation(name: str) -> bool:
-    return name == "step" or name.startswith("validation/")

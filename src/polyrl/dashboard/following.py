@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from polyrl.dashboard.leases import KeptLeases, LeaseSpan
+from polyrl.dashboard.waiting import TimePart, TimeUse
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import GroupId, SampleId, Seconds, show_sample
 from polyrl.journal.files import find_begun
@@ -30,7 +32,6 @@ from polyrl.telemetry.timeline import Span, Timeline
 TRAINER = "trainer"
 _CHUNK_BYTES = 1 << 18
 _LOOK_AGAIN_S = 0.5
-_MAX_LEASES = 400_000
 _MAX_WINDOW_SPANS = 3_000
 _MAX_GROUPS = 500_000
 _STEADY = (e.TokensArrived, e.WorkerReported, e.FleetReported, e.RewardFinished)
@@ -38,18 +39,6 @@ _STEADY = (e.TokensArrived, e.WorkerReported, e.FleetReported, e.RewardFinished)
 
 _GOINGS = (e.WorkerLeft, e.WorkerJoined, e.DriverResumed)
 """Events after which a worker, and with it its leases, may be gone."""
-
-
-class LeaseSpan(NamedTuple):
-    """A sample in a worker's hands."""
-
-    start_s: Seconds
-    end_s: Seconds | None
-    sample: str
-    num_tokens: int
-    """The sample's tokens at the end of the lease."""
-    ending: str
-    """finished, moved, stopped, lost; empty: it is still there."""
 
 
 class GroupPrompt(NamedTuple):
@@ -92,15 +81,13 @@ class Follower:
         self.trouble = ""
         """The reason why it was not read further; empty: there is none."""
         self.is_at_end = False
-        self._fleet, self._own = FleetWatcher(), Timeline()
+        self._fleet, self._own, self._use = FleetWatcher(), Timeline(), TimeUse()
         self._scheduler: Scheduler | None = None
         self._now: Seconds = 0.0
         self._lines: list[StepLine] = []
         self._groups: dict[GroupId, GroupPrompt] = {}
         self._delivered: dict[GroupId, tuple[SampleId, ...]] = {}
-        self._leases: dict[str, list[LeaseSpan]] = {}
-        self._open: dict[int, tuple[str, c.Generate, Seconds]] = {}
-        self._num_leases = 0
+        self._leases = KeptLeases()
         self._hosts: set[str] = set()
         self._thread = threading.Thread(target=self._follow, name="journal", daemon=True)
 
@@ -135,6 +122,21 @@ class Follower:
     def trainer_usd_per_hour(self) -> float:
         return 0.0 if self._scheduler is None else self._scheduler.desk.config.trainer_usd_per_hour
 
+    def spent_usd(self) -> float:
+        """Return what the run has cost up to the newest record."""
+        return 0.0 if self._scheduler is None else self._scheduler.ledger.usd(self._now)
+
+    def tell_time(self, now: Seconds) -> None:
+        """Take in the run's own time: where nothing happens, the journal does not tell it."""
+        with self._lock:
+            if self._scheduler is not None and self.is_at_end:
+                self._now = max(self._now, now)
+
+    def time_parts(self) -> list[TimePart]:
+        """Return where the time of the newest steps went."""
+        with self._lock:
+            return self._use.parts(self._lines, self.started_at(), self._now, self.spent_usd())
+
     def prompt_of(self, group: int) -> GroupPrompt | None:
         return self._groups.get(GroupId(group))
 
@@ -156,6 +158,11 @@ class Follower:
         with self._lock:
             return list(self._fleet.lives)
 
+    def paces(self) -> dict[str, float]:
+        """Return tokens a second and sample of the workers that have ended enough leases, over the newest of them."""
+        with self._lock:
+            return self._leases.paces()
+
     def window(self, from_s: Seconds, to_s: Seconds, first: int, most: int) -> TimelineWindow:
         """Return so many rows between two moments, both in seconds since the run began. `to_s` 0: up to its end."""
         with self._lock:
@@ -164,17 +171,14 @@ class Follower:
             to_s = run_s if to_s <= 0 else min(to_s, run_s)
             from_s = min(max(0.0, from_s), to_s)
             names = self._names()
-            shown = names[first:][:most]
-            rows = [
-                self._row(name, kind, began + from_s, began + to_s, began, _MAX_WINDOW_SPANS) for name, kind in shown
-            ]
+            rows = self._rows(names[first:][:most], (began + from_s, began + to_s), began, _MAX_WINDOW_SPANS)
         return TimelineWindow(from_s, to_s, run_s, rows, len(names))
 
     def everything(self) -> list[TimelineRow]:
         """Return all rows of the whole run, with every span and every lease that is kept."""
         with self._lock:
             began = self.started_at()
-            return [self._row(name, kind, began, self._now, began, sys.maxsize) for name, kind in self._names()]
+            return self._rows(self._names(), (began, self._now), began, sys.maxsize)
 
     def _names(self) -> list[tuple[str, str]]:
         local = {life.worker for life in self._fleet.lives if life.local}
@@ -183,35 +187,37 @@ class Follower:
         order = (TRAINER, "local", "worker", "host")
         return sorted(own + workers, key=lambda one: order.index(one[1]))
 
-    def _row(self, name: str, kind: str, start: Seconds, end: Seconds, began: Seconds, most: int) -> TimelineRow:
-        """`most` spans, and a tenth as many leases."""
+    def _rows(
+        self, shown: Sequence[tuple[str, str]], between: tuple[Seconds, Seconds], began: Seconds, most: int
+    ) -> list[TimelineRow]:
+        ends: dict[str, list[tuple[Seconds, str, str]]] = {}
+        for life in self._fleet.lives:
+            if life.ended_at is not None and between[0] <= life.ended_at <= between[1]:
+                ends.setdefault(life.worker, []).append((life.ended_at - began, life.ending, life.why))
+        return [
+            TimelineRow(
+                name, kind, self._spans(name, kind, between, began, most // 4),
+                self._leases_within(name, between, began, most // 10), ends.get(name, []),
+            )
+            for name, kind in shown
+        ]  # fmt: skip
+
+    def _spans(
+        self, name: str, kind: str, between: tuple[Seconds, Seconds], began: Seconds, most: int
+    ) -> list[tuple[Seconds, Seconds, str]]:
+        start, end = between
         timeline = self._own if kind in (TRAINER, "host") else self._fleet.timeline
         spans = cut(timeline.rows.get(name, []), start, end)
         since = timeline.doing(name)
         if since is not None and since[0] < end:
             spans.append((max(since[0], start), end, since[1]))
-        moved = [(one - began, other - began, what) for one, other, what in thin(spans, start, end, most // 4)]
-        leases = [
-            one._replace(start_s=one.start_s - began, end_s=None if one.end_s is None else one.end_s - began)
-            for one in self._leases_within(name, start, end, most // 10)
-        ]
-        ends = [
-            (life.ended_at - began, life.ending, life.why)
-            for life in self._fleet.lives
-            if life.worker == name and life.ended_at is not None and start <= life.ended_at <= end
-        ]
-        return TimelineRow(name, kind, moved, leases, ends)
+        return [(one - began, other - began, what) for one, other, what in thin(spans, start, end, most)]
 
-    def _leases_within(self, name: str, start: Seconds, end: Seconds, most: int) -> list[LeaseSpan]:
-        """Return the leases between two moments; none where there are more than `most`."""
-        ended = [one for one in self._leases.get(name, []) if one.start_s < end and (one.end_s or end) > start]
-        running = [
-            LeaseSpan(since, None, show_sample(given.sample), given.from_token, "")
-            for worker, given, since in self._open.values()
-            if worker == name and since < end
+    def _leases_within(self, name: str, between: tuple[Seconds, Seconds], began: Seconds, most: int) -> list[LeaseSpan]:
+        return [
+            one._replace(start_s=one.start_s - began, end_s=None if one.end_s is None else one.end_s - began)
+            for one in self._leases.within(name, between, most)
         ]
-        found = ended + running
-        return found if len(found) <= most else []
 
     # Reading
 
@@ -295,11 +301,12 @@ class Follower:
         if commands or self._fleet.misses or not isinstance(record.event, _STEADY):
             self._fleet.look(scheduler.desk.seats, record.event, commands, now, scheduler.ledger)
             self._watch_own(scheduler, now)
+            self._use.mark(scheduler.desk, now)
         self._end_lease(record.event, now)
         for command in commands:
             self._take(command, scheduler, now)
         if isinstance(record.event, _GOINGS) or any(isinstance(one, c.ForgetWorker) for one in commands):
-            self._end_lost(scheduler, now)
+            self._leases.end_lost(scheduler.desk.leases, now)
         return True
 
     def _watch_own(self, scheduler: Scheduler, now: Seconds) -> None:
@@ -319,18 +326,18 @@ class Follower:
     def _end_lease(self, event: e.Event, now: Seconds) -> None:
         match event:
             case e.SampleFinished():
-                self._close(event.lease, now, "finished", event.num_tokens)
+                self._leases.end(event.lease, now, "finished", event.num_tokens)
             case e.LeaseEnded():
-                self._close(event.lease, now, "moved", event.num_tokens)
+                self._leases.end(event.lease, now, "moved", event.num_tokens)
             case _:
                 pass
 
     def _take(self, command: c.Command, scheduler: Scheduler, now: Seconds) -> None:
         match command:
             case c.Generate():
-                self._open[command.lease] = (command.worker, command, now)
+                self._leases.begin(command, now)
             case c.Abort():
-                self._close(command.lease, now, "stopped", None)
+                self._leases.end(command.lease, now, "stopped", None)
             case c.OpenRound():
                 for group in command.groups:
                     self._plan(group, command.step, scheduler)
@@ -350,24 +357,6 @@ class Follower:
             oldest = next(iter(self._groups))
             del self._groups[oldest]
             self._delivered.pop(oldest, None)
-
-    def _close(self, lease: int, now: Seconds, ending: str, num_tokens: int | None) -> None:
-        found = self._open.pop(lease, None)
-        if found is None:
-            return
-        worker, given, since = found
-        num = given.from_token if num_tokens is None else num_tokens
-        self._leases.setdefault(worker, []).append(LeaseSpan(since, now, show_sample(given.sample), num, ending))
-        self._num_leases += 1
-        if self._num_leases > _MAX_LEASES:
-            self._leases = {name: spans[len(spans) // 2 :] for name, spans in self._leases.items()}
-            self._num_leases = sum(map(len, self._leases.values()))
-
-    def _end_lost(self, scheduler: Scheduler, now: Seconds) -> None:
-        """End the leases of workers that are gone."""
-        held = scheduler.desk.leases
-        for lease in [one for one in self._open if one not in held]:
-            self._close(lease, now, "lost", None)
 
 
 def cut(spans: Sequence[Span], start: Seconds, end: Seconds) -> list[tuple[Seconds, Seconds, str]]:

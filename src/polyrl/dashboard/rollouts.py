@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyrl.dashboard.following import Follower, GroupPrompt
+from polyrl.dashboard.rows import TaskRows
 from polyrl.errors import UserError
 from polyrl.journal.files import LIVE_FOLDER
-from polyrl.run.kept_samples import Kept, KeptSample, KeptSpan, Texts
+from polyrl.run.kept_samples import Kept, KeptSample, KeptSpan, Texts, of_newest_step
 from polyrl.trainer.batch import TrainSegment
 from polyrl.trainer.state import entries
 
@@ -51,6 +52,7 @@ class Rollouts:
         """`most_tokens`: of all steps that are kept decoded together."""
         self._most_tokens = most_tokens
         self._run_dir, self._text_of, self._follower = run_dir, text_of, follower
+        self._rows = TaskRows(run_dir)
         self._lock = threading.Lock()
         self._kept: Kept | None = None
         self._read_at = 0.0
@@ -61,9 +63,11 @@ class Rollouts:
         return [] if kept is None else kept.steps
 
     def newest(self) -> list[KeptSample]:
-        """Return the samples of the newest trained step; none before."""
-        kept = self._look()
-        return self._of_step(kept.trained_steps[-1]) if kept is not None and kept.trained_steps else []
+        """Return the samples of the newest trained step; none before, or where its file was just moved."""
+        try:
+            return of_newest_step(self._run_dir)
+        except OSError:
+            return []
 
     def listed(self, step: int | None, wanted: SampleFilter, first: int, most: int) -> dict[str, Any]:
         """Return a page of a step's samples, by default of the newest. Raises UserError without that step."""
@@ -98,6 +102,11 @@ class Rollouts:
         num = sum(1 for one in samples if one.name.startswith(f"{group}/"))
         story = name if found.state == "open" else self._follower.sample_at(int(group), int(index), num)
         return {**self._row(found), **self._texts(found), "story": story}
+
+    def row(self, domain: int, prompt: int) -> dict[str, Any]:
+        """Return the row of the data that a prompt was made of."""
+        found = self._rows.of(domain, prompt)
+        return {**found._asdict(), "fields": dict(found.fields)}
 
     def prompt(self, domain: int, prompt: int) -> list[dict[str, Any]]:
         """Return the samples of a prompt, of all steps that are kept, the newest first."""

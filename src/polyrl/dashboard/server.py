@@ -63,6 +63,7 @@ class DashboardServer:
             "samples": self._samples,
             "sample": self._sample,
             "prompt": self._prompt,
+            "row": self._row,
             "timeline": self._timeline,
             "story": self._story,
             "ledger": self._ledger,
@@ -144,6 +145,11 @@ class DashboardServer:
         run = self._run(request)
         domain, prompt = _integer(request, "domain", 0, 0, 1 << 20), _integer(request, "prompt", 0, 0, 1 << 50)
         return _json(await self._in_thread(lambda: run.rollouts.prompt(domain, prompt)))
+
+    async def _row(self, request: web.Request) -> web.StreamResponse:
+        run = self._run(request)
+        domain, prompt = _integer(request, "domain", 0, 0, 1 << 20), _integer(request, "prompt", 0, 0, 1 << 50)
+        return _json(await self._in_thread(lambda: run.rollouts.row(domain, prompt)))
 
     async def _timeline(self, request: web.Request) -> web.StreamResponse:
         run = self._run(request)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import to_builtins
 
-from polyrl.dashboard import alarms
+from polyrl.dashboard import alarms, waiting
 from polyrl.dashboard.curves import Curves
 from polyrl.dashboard.following import Follower
 from polyrl.dashboard.rollouts import Rollouts
@@ -24,6 +24,7 @@ from polyrl.journal.files import LIVE_FOLDER, find_begun, open_journals
 from polyrl.journal.story import UnknownSample, tell_story
 from polyrl.run.diagnosis import Diagnosis, diagnose, diagnose_remains
 from polyrl.run.kept_samples import recipe_of, text_decoder
+from polyrl.run.workers import join_command_of
 from polyrl.telemetry import ledger_report
 from polyrl.telemetry.account import read_account
 from polyrl.telemetry.metric_names import HEADLINES, describe
@@ -31,7 +32,7 @@ from polyrl.wire.control import Status
 
 _ALARMING = (
     "reward/mean", "actor/entropy", "actor/grad_norm", "actor/mismatch_kl", "token/response_length/mean",
-    "staleness/mean",
+    "staleness/mean", "time/step_total", "cost/usd_step", "actor/clip_frac_low", "actor/clip_frac_high",
 )  # fmt: skip
 _HISTORY = 500
 _LEDGER_EVERY_S = 10.0
@@ -58,7 +59,8 @@ class WatchedRun:
         self._lock, self._ledger_lock = threading.Lock(), threading.Lock()
         self._ledger: tuple[float, dict[str, Any]] | None = None
         self._now: tuple[float, dict[str, Any]] | None = None
-        self._steps_wanted: int | None = None
+        self._recipe: dict[str, Any] = {}
+        self._join = ""
         self._answers: tuple[int, list[alarms.Alarm]] = (-1, [])
 
     def start(self) -> None:
@@ -71,6 +73,7 @@ class WatchedRun:
         """Take in the manager's newest state."""
         self._statuses = [*self._statuses, status][-2:]
         self._heard_at = time.monotonic()
+        self.follower.tell_time(status.now_s)
 
     # What the page asks for
 
@@ -86,6 +89,10 @@ class WatchedRun:
         headlines = {label: self.curves.last(name) for label, name in HEADLINES.items()}
         status = self._statuses[-1] if self._statuses else None
         found = self._diagnosis()
+        parts = self.follower.time_parts() if self.follower.is_at_end else []  # in between, they are those of the past
+        raised = list(self._alarms(status))
+        slow_workers = [one.of for one in raised if one.name == "slow worker"]
+        slow = waiting.slowest(parts, self._surroundings(status, slow_workers))
         return {
             "name": self.name,
             "kind": "simulation" if self.is_simulation else "live" if self.live else "over",
@@ -93,13 +100,16 @@ class WatchedRun:
             "trouble": self.follower.trouble,
             "steps": num_steps,
             "last_step": self.curves.steps[-1] if num_steps else None,
-            "steps_wanted": self._wanted_steps(),
+            "steps_wanted": self._setting("train", "steps"),
             "headlines": {label: value for label, value in headlines.items() if value is not None},
             "status": None if status is None else to_builtins(status),
             "status_age_s": None if status is None else time.monotonic() - self._heard_at,
             "moving": found is not None and found.is_moving,
             "findings": [] if found is None else [one._asdict() for one in found.findings],
-            "alarms": [one._asdict() for one in self._alarms(status)],
+            "alarms": [one._asdict() for one in raised],
+            "time": [one._asdict() for one in parts],
+            "slow": None if slow is None else slow._asdict(),
+            "usd": self._spent(status),
             "usd_per_hour": None if status is None else self._price(status),
         }
 
@@ -119,7 +129,9 @@ class WatchedRun:
             self._answers = step, self._of_answers()
         yield from self._answers[1]
         if status is not None:
-            yield from alarms.of_fleet(status, {life.worker for life in self.follower.lives() if life.local})
+            local = {life.worker for life in self.follower.lives() if life.local}
+            allowed = self._setting("train", "max_staleness") or 1
+            yield from alarms.of_fleet(status, local, self.follower.paces(), allowed)
 
     def _of_answers(self) -> list[alarms.Alarm]:
         try:
@@ -128,19 +140,36 @@ class WatchedRun:
             return []
         return [*alarms.of_answers([one.answer for one in samples], [self.rollouts.preview(one) for one in samples])]
 
+    def _spent(self, status: Status | None) -> float | None:
+        """Return what the run has cost: by the manager, or else by the journal, once it is read."""
+        if status is not None and "usd" in status.ledger:
+            return status.ledger["usd"]
+        return self.follower.spent_usd() if self.follower.is_at_end else self.curves.last("cost/usd_total")
+
+    def _join_command(self) -> str:
+        if not self._join and self.live:
+            with contextlib.suppress(PolyrlError, OSError):
+                self._join = join_command_of(self.path)
+        return self._join
+
     def _price(self, status: Status) -> float:
         """Return what an hour costs at the present fleet."""
         workers = sum(one.price_usd_per_hour for one in status.workers)
         hosts = sum(one.price_usd_per_hour for one in status.hosts)
         return workers + hosts + (self.follower.trainer_usd_per_hour if status.trainer != "none" else 0.0)
 
-    def _wanted_steps(self) -> int | None:
-        """Return the recipe's steps, read until they are known; None: it says none."""
-        if self._steps_wanted is None:
+    def _surroundings(self, status: Status | None, slow_workers: list[str]) -> waiting.WaitingContext:
+        is_async = self._setting("train", "mode") == "async"
+        packs_tails = self._setting("rounds", "tail_batching") not in (None, "off")
+        lines = self.follower.lines()
+        return waiting.WaitingContext(status, lines, slow_workers, self._join_command(), is_async, packs_tails)
+
+    def _setting(self, section: str, key: str) -> Any:
+        """Return what the recipe says, which is read until it is there; None: nothing."""
+        if not self._recipe:
             with contextlib.suppress(PolyrlError):
-                wanted = recipe_of(self.path).get("train", {}).get("steps")
-                self._steps_wanted = wanted if isinstance(wanted, int) else None
-        return self._steps_wanted
+                self._recipe = recipe_of(self.path)
+        return self._recipe.get(section, {}).get(key)
 
     def metric_names(self) -> list[dict[str, str]]:
         with self._lock:

@@ -57,7 +57,11 @@ def carry_out(run: Run, command: c.Command) -> None:  # noqa: C901 (a case for e
         case c.StartGenerating():
             _change_duty(run, command.worker, "generating", command.why)
         case c.Reshape():
-            _keep_width(run, command)
+            if run.desk.config.parallelism.engines == "fleet":
+                log.info("engines of the fleet: %s", command.why)
+                run.say_to_trainer(frames.WidthPlanned(command.tensor_parallel, command.replicas, command.why))
+            else:
+                _keep_width(run, command)
         case c.PlayEpisode() | c.AnswerCall() | c.StopEpisode() | c.ReleaseHost() | c.ForgetHost():
             to_hosts.carry_out(run, command)
         case _:
@@ -73,7 +77,8 @@ def _forget(run: Run, command: c.ForgetWorker) -> None:
 
 
 def _keep_width(run: Run, command: c.Reshape) -> None:
-    """Leave engines as wide as they are. No run that asks for more is opened; an older one goes on with what it has."""
+    """Leave the trainer's own engines as wide as they are. No run that asks for more is opened; an older one goes on
+    with what it has."""
     log.warning("%s: engines stay as wide as they are, for none of them can change it here", command.why)
     for name in [one.name for one in run.lobby.workers.values() if one.facts.local]:
         run.lobby.forget(name, "it joins again, as wide as it is", rejoin=True)

@@ -65,11 +65,12 @@ def find_trainer(lobby: Lobby, key: str) -> TrainerSession | None:
 
 
 def _begin_checked(lobby: Lobby, request: RunRequest) -> Run:
-    if request.config.parallelism.enabled:  # frames_out.py could not carry it out
+    planned = request.config.parallelism
+    if planned.enabled and planned.engines == "local":  # frames_out.py could not carry it out
         raise Refused(
             "run",
-            "parallelism.enabled: got true, expected false: a simulated fleet can change how wide its engines are, "
-            "a live one cannot",
+            'parallelism.engines: got "local", expected "fleet": a simulator can change how wide the trainer\'s own '
+            "engines are, a live trainer cannot",
         )
     lobby.set_caveat(request.caveat)
     return _begin(lobby, request.config)

@@ -26,11 +26,11 @@ from polyrl.manager.lobby import Lobby
 from polyrl.manager.openapi import document
 from polyrl.manager.peers.reward_sessions import DispatcherSession
 from polyrl.manager.peers.streams import Streams
+from polyrl.manager.prometheus import metrics as metrics_of
 from polyrl.manager.service import Service
 from polyrl.manager.serving import replies
 from polyrl.manager.serving.answers import Answerer
 from polyrl.manager.serving.requests import ChatRequest, CompletionRequest
-from polyrl.manager.status import metrics as metrics_of
 from polyrl.manager.status import status as status_of
 from polyrl.scheduling.core import events as e
 from polyrl.wire import control

@@ -248,8 +248,9 @@ def _heard_ago(desk: Desk, worker: Worker, session: WorkerSession, now: Seconds)
 def _gains(desk: Desk, worker: Worker, texts: Mapping[SampleId, SampleTokens]) -> tuple[int, ...]:
     """Return how many tokens each of its samples has beyond those that were told; empty where none has any."""
     leases = desk.leases
-    gains = [
-        (lease, max(0, texts[sample].num_tokens - leases[lease].num_tokens) if sample in texts else 0)
-        for lease, sample in worker.leases.items()
-    ]
+    gains: list[tuple[LeaseId, int]] = []
+    for lease, sample in worker.leases.items():
+        text = texts.get(sample)
+        gain = 0 if text is None else text.num_tokens - leases[lease].num_tokens
+        gains.append((lease, gain if gain > 0 else 0))
     return runs_of(gains) if any(gain for _, gain in gains) else ()

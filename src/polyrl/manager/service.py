@@ -195,10 +195,11 @@ class Service:
 
     def _commit_in_time(self) -> None:
         """Commit now where every worker has been heard; otherwise by the timer."""
-        if self._commit_timer is not None and not self.lobby.has_heard_all:
+        has_heard_all = self.lobby.has_heard_all
+        if self._commit_timer is not None and not has_heard_all:
             return  # nearly always
         loop = asyncio.get_running_loop()
-        if self.lobby.has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S:
+        if has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S:
             self._commit()
         elif self._commit_timer is None:
             self._commit_timer = loop.call_later(_COMMIT_WITHIN_S, self._succeeds, self._commit)

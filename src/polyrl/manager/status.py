@@ -1,14 +1,10 @@
-"""The manager about itself: a status for people and programs, and metrics for Prometheus."""
+"""The manager about itself: a status for people and programs."""
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from msgspec import structs
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
 
 from polyrl.ids import SampleId, Step, show_sample
 from polyrl.manager.lobby import Lobby
@@ -260,6 +256,7 @@ def queues(run: Run) -> dict[str, int]:
         "samples_asked": sum(one.num_samples for one in run.questions.values()),
         "rewards_running": scored_now,
         "rewards_waiting": len(desk.scoring.queue) + scoring - scored_now,
+        "prompts_deferred": sum(map(len, desk.state.tail.deferred)),
         "groups_delivered": sum(1 for one in desk.groups.values() if one.state == "delivered"),
         "groups_without_prompt": sum(1 for one in desk.groups if one not in run.payload.prompts),
         "rounds_requested": len(desk.state.requested),
@@ -359,58 +356,3 @@ def _ledger(desk: Desk, now: float) -> dict[str, object]:
         "host_usd": sum(one.usd for one in ledger.hosts.values()),
         "usd": ledger.usd(now),
     }
-
-
-# Prometheus
-
-
-class _Metrics(Collector):
-    def __init__(self, lobby: Lobby, uptime_s: float) -> None:
-        self._lobby = lobby
-        self._status = status(lobby, uptime_s)
-
-    def collect(self) -> Iterator[Metric]:
-        now, run = self._status, self._lobby.run
-        num_bytes = 0 if run is None else run.payload.num_bytes
-        yield GaugeMetricFamily("polyrl_uptime_seconds", "Since the manager started.", now.uptime_s)
-        yield CounterMetricFamily("polyrl_tokens_received", "Tokens since the manager started.", now.tokens_received)
-        yield CounterMetricFamily("polyrl_frames_received", "Frames since the manager started.", self._lobby.num_frames)
-        yield GaugeMetricFamily("polyrl_payload_bytes", "Tokens held in memory.", num_bytes)
-        yield GaugeMetricFamily("polyrl_published_version", "The newest version; -1 is none.", now.published)
-        caveats = {now.caveat: 1} if now.caveat else {}
-        yield _by("polyrl_caveat", "What no number here is to be read without.", "caveat", caveats)
-        yield _by("polyrl_queue", "Lengths of queues.", "queue", now.queues)
-        yield _by("polyrl_workers", "Workers by state.", "state", Counter(worker.state for worker in now.workers))
-        speeds = {worker.name: worker.tokens_per_s for worker in now.workers}
-        yield _by("polyrl_worker_tokens_per_second", "As each worker says.", "worker", speeds)
-        yield from _drafts(now.workers)
-        states = Counter(one.state for one in now.reward_workers)
-        yield _by("polyrl_reward_workers", "Reward workers by state.", "state", states)
-        yield _by("polyrl_refused", "What was refused.", "reason", now.refused)
-        for key in ("tokens_arrived", "tokens_kept", "samples_started", "samples_trained", "prompts_trained", "usd"):
-            if key in now.ledger:
-                yield GaugeMetricFamily(f"polyrl_ledger_{key}", "From the ledger.", now.ledger[key])
-
-
-def _drafts(workers: Sequence[WorkerStatus]) -> Iterator[Metric]:
-    """What became of the drafts of each worker's engine; it counts anew when it starts again."""
-    rounds = {one.name: one.draft_rounds for one in workers}
-    drafted = {one.name: one.tokens_drafted for one in workers}
-    accepted = {one.name: one.tokens_accepted for one in workers}
-    yield _by("polyrl_worker_draft_rounds", "Steps that verified drafts, as each worker says.", "worker", rounds)
-    yield _by("polyrl_worker_drafted_tokens", "Tokens of drafts that were verified.", "worker", drafted)
-    yield _by("polyrl_worker_accepted_tokens", "Drafted tokens that stood.", "worker", accepted)
-
-
-def _by(name: str, text: str, label: str, values: dict[str, int] | dict[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def metrics(lobby: Lobby, uptime_s: float) -> bytes:
-    """Return the metrics in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Metrics(lobby, uptime_s))
-    return generate_latest(registry)

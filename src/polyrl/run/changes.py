@@ -73,6 +73,7 @@ RULES: dict[str, str] = {
     "routing": _FREE,
     "seeding": _OPENED,
     "hand_back": _FREE,
+    "parallelism": _OPENED,
     "fleet_rules": _FREE,
     "fleet_rules.migrate": _OPENED,
     "weight_delivery": _FREE,

@@ -12,7 +12,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.redo import Entry
-from polyrl.trainer.state.saving import Rules, Saver
+from polyrl.trainer.state.saving import Rules, Saver, Shards
 from polyrl.trainer.step_stats import Steps
 from polyrl.wire.control import RunReply
 
@@ -54,7 +54,7 @@ class ResumePoint(NamedTuple):
 
     folder: Path
     state: TrainerState
-    tensors: dict[str, Any]
+    tensors: Mapping[str, Any]
     """The tensors of the checkpoint. Empty before the first full one: then the run resumes from the recipe's models."""
     log: list[Entry]
     """The steps since the checkpoint."""
@@ -228,8 +228,10 @@ def make_saver(
     about: TrainerState,
     gather: Callable[[], Iterable[tuple[str, Any]]],
     point: ResumePoint | None,
+    shards: Shards | None = None,
 ) -> Saver:
-    """Return a saver. `about` must be the same on resume; `gather` returns a checkpoint's unsharded tensors."""
+    """Return a saver. `about` must be the same on resume; `gather` returns a checkpoint's unsharded tensors. `shards`:
+    ranks write them instead, each its own."""
     wanted = recipe.checkpoint
     if point is not None:
         reference = reference_digest(recipe) or about.reference  # it may be measured against one from now on
@@ -244,6 +246,7 @@ def make_saver(
         num_steps=recipe.train.steps,
         metric=wanted.keep_best,
         digests_kept=max(_DIGESTS_KEPT, recipe.max_staleness + 2),
+        shards=shards,
     )
 
 

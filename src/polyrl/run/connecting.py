@@ -13,7 +13,7 @@ from polyrl.client import Fleet, Group, Prompt, RewardResult, Sample, connect
 from polyrl.client.fleet import UNKNOWN_CPU_S
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.models import Loaded
-from polyrl.errors import PolyrlError, UserError
+from polyrl.errors import PolyrlError, RankLost, UserError
 from polyrl.run import checkpoints, local_worker, processes
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption, check_reachable
@@ -132,7 +132,9 @@ async def dismissed_at_the_end(recipe: Recipe, fleet: Fleet, dialer: Dialer) -> 
     own = local_worker.names(recipe)
     try:
         yield
-    except PolyrlError:  # it will not go on by itself
+    except RankLost:  # it goes on by itself
+        raise
+    except PolyrlError:
         await _dismiss(fleet, dialer, own)
         raise
     await _dismiss(fleet, dialer, own)

@@ -18,11 +18,15 @@ from typing import Any
 from polyrl.config import load_toml
 from polyrl.errors import UserError
 from polyrl.run.changes import begin_anew
-from polyrl.run.findings import Diagnosis, Finding
+from polyrl.run.findings import Diagnosis, Finding, count, left, wait_of
+from polyrl.run.worker_findings import of_refusals, of_turned_away, of_workers
 from polyrl.telemetry import metrics
 from polyrl.telemetry.looks import show_seconds
 from polyrl.telemetry.metrics import MetricValue
-from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
+from polyrl.wire.control import RoundStatus, Status, WorkerStatus
+
+_LONG_S = 20.0
+"""A part of a step that lasts longer may be a process that stands still."""
 
 
 def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosis:
@@ -30,7 +34,7 @@ def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosi
     main = _of_trainer(now, run_dir) or _of_round(now)
     return Diagnosis(
         _is_moving(earlier, now),
-        (main, *_of_failures(now, run_dir), *_of_workers(earlier, now), *_of_turned_away(now), *_of_refusals(now)),
+        (main, *_of_failures(now, run_dir), *of_workers(earlier, now), *of_turned_away(now), *of_refusals(now)),
     )
 
 
@@ -94,7 +98,7 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
     if now.run == "none":
         return Finding(
             f"no trainer has opened a run since the manager started, {show_seconds(now.uptime_s)} ago",
-            f"the manager waits as long as it takes, and {_count(len(now.workers), 'worker')} with it; a trainer that "
+            f"the manager waits as long as it takes, and {count(len(now.workers), 'worker')} with it; a trainer that "
             "was just started opens one when its model is loaded",
             "start a trainer: polyrl train RECIPE starts its own manager; client.connect opens a run on this one",
             needs_help=True,
@@ -102,11 +106,11 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
     if now.trainer == "none":
         return _without_trainer(now)
     if now.trainer != "attached":
-        wait = _wait(now, "trainer")
+        wait = wait_of(now, "trainer")
         since = "" if wait is None or wait.age_s is None else f", for {show_seconds(wait.age_s)}"
         return Finding(
             f"the trainer is away{since}",
-            f"what runs ({_count(_num_running(now), 'sample')}) goes on, and what it writes is kept; a trainer whose "
+            f"what runs ({count(_num_running(now), 'sample')}) goes on, and what it writes is kept; a trainer whose "
             "process lives dials in again by itself",
             f"if its process is gone: polyrl train --resume {run_dir}",
             needs_help=True,
@@ -114,18 +118,24 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
     if now.paused:
         return Finding(
             "somebody paused the run",
-            f"what runs ({_count(_num_running(now), 'sample')}) goes on; nothing else is given to a worker",
+            f"what runs ({count(_num_running(now), 'sample')}) goes on; nothing else is given to a worker",
             "POST /v1/resume with the admin token lets it go on",
             needs_help=True,
         )
     if now.published < 0:
-        return Finding("the trainer has not published a first version", "workers pull it as soon as it is there")
+        return Finding(
+            "the trainer has not published a first version",
+            "workers pull it as soon as it is there; a large model takes minutes to load",
+            "if it lasts longer, the trainer's output says what it does",
+        )
     since = "" if now.trainer_since_s is None else f", for {show_seconds(now.trainer_since_s)}"
     step = f" of step {now.rounds[0].step}" if now.rounds else ""
     if now.trainer_does == "validates":
         return Finding(f"the trainer validates{since}", "what workers write meanwhile is kept for the step")
     if now.trainer_does == "trains":
-        return Finding(f"the trainer trains on groups{step}{since}", _meanwhile(now))
+        is_long = now.trainer_since_s is not None and now.trainer_since_s > _LONG_S
+        do = "if steps take less, see whether the trainer's process runs, and what its output says" if is_long else ""
+        return Finding(f"the trainer trains on groups{step}{since}", _meanwhile(now), do)
     if not now.rounds:
         return Finding(
             "the trainer has no round open: it updates the weights, publishes or saves them",
@@ -136,7 +146,7 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
 
 def _without_trainer(now: Status) -> Finding:
     """Return the finding for a manager that was started with --serve."""
-    asked = _count(now.queues.get("samples_asked", 0), "answer")
+    asked = count(now.queues.get("samples_asked", 0), "answer")
     what = f"the run has no trainer, and is there for those who ask: {asked} not ended"
     if any(_may_write(one) for one in now.workers):
         return Finding(what, "workers write what is asked for")
@@ -152,7 +162,7 @@ def _meanwhile(now: Status) -> str:
     num = _num_running(now)
     if not num:
         return "the fleet has nothing to do until the next version is there"
-    return f"{_count(num, 'sample')} {'runs' if num == 1 else 'run'} meanwhile"
+    return f"{count(num, 'sample')} {'runs' if num == 1 else 'run'} meanwhile"
 
 
 # A round
@@ -167,18 +177,24 @@ def _of_round(now: Status) -> Finding:
                 f"all {round_.groups} groups of step {round_.step} are with the trainer, and rewards of whole groups "
                 f"run; {told.function} has run longest, for {show_seconds(told.longest_s)}",
                 f"one that takes longer than rewards.timeout_s = {told.timeout_s:g} is ended, and its group replaced",
+                "a quicker function, or more rewards.processes; reward workers add to them",
                 stalls=True,
             )
         return Finding(
             f"all {round_.groups} groups of step {round_.step} are with the trainer, which has not said that it trains",
             "it takes what it has not taken, updates the weights and publishes them by itself",
+            "if it lasts, the trainer's output says what it does",
         )
-    missing = f"step {round_.step} lacks {_count(round_.groups - round_.groups_delivered, 'group')} of {round_.groups}"
+    missing = f"step {round_.step} lacks {count(round_.groups - round_.groups_delivered, 'group')} of {round_.groups}"
     if now.trainer_does == "waits" and now.trainer_since_s is not None:
         missing += f", and the trainer has had nothing to do for {show_seconds(now.trainer_since_s)}"
     if now.queues.get("groups_without_prompt"):
         number = now.queues["groups_without_prompt"]
-        return Finding(f"{missing}: the trainer has not sent {_count(number, 'prompt')}", "it sends them by itself")
+        return Finding(
+            f"{missing}: the trainer has not sent {count(number, 'prompt')}",
+            "it sends them by itself",
+            "if it lasts, look at the trainer's output: its data source may hang",
+        )
     writers = [one for one in now.workers if _may_write(one)]
     if round_.episodes_unhosted and not any(one.connected and not one.draining for one in now.hosts):
         return _nobody_plays(now, round_, missing)
@@ -194,7 +210,7 @@ def _of_round(now: Status) -> Finding:
 
 
 def _nobody_writes(now: Status, round_: RoundStatus, missing: str) -> Finding:
-    waiting = f"{missing}: {_count(round_.samples_waiting, 'sample')} wait"
+    waiting = f"{missing}: {count(round_.samples_waiting, 'sample')} wait"
     if not now.workers:
         return Finding(
             f"{waiting}, and there is no worker{_lost(now)}",
@@ -215,7 +231,7 @@ def _nobody_plays(now: Status, round_: RoundStatus, missing: str) -> Finding:
     """Return the finding for the wait `hosts`."""
     there = ", ".join(f"{one.name} is {'draining' if one.connected else 'away'}" for one in now.hosts)
     return Finding(
-        f"{missing}: {_count(round_.episodes_unhosted, 'episode')} wait, and no host is there to play them"
+        f"{missing}: {count(round_.episodes_unhosted, 'episode')} wait, and no host is there to play them"
         f"{f' ({there})' if there else ''}",
         "they wait as long as it takes; a host that was just started joins when its environment is ready; those that "
         "the run itself started (environments.processes) are started again",
@@ -228,20 +244,21 @@ def _environments(now: Status, round_: RoundStatus, missing: str) -> Finding:
     """Return the finding for episodes whose environments have the move, or that wait for a place at a host."""
     places = sum(one.slots for one in now.hosts if one.connected)
     what = (
-        f"{missing}: environments have the move in {_count(round_.episodes_playing, 'episode')}, workers in "
+        f"{missing}: environments have the move in {count(round_.episodes_playing, 'episode')}, workers in "
         f"{round_.samples_running:,}"
     )
     limits = [
-        f"{words} in {_left(wait)} at the latest"
+        f"{words} in {left(wait)} at the latest"
         for name, words in (
             ("turn", "the environment that is slowest to answer is given up"),
             ("episode", "the oldest episode ends"),
         )
-        if (wait := _wait(now, name)) is not None
+        if (wait := wait_of(now, name)) is not None
     ]
     then = "; ".join(["each goes on with its environment's next call, or ends with a reward", *limits])
     if not round_.episodes_unhosted:
-        return Finding(what, then)
+        do = "look at what its tools wait for; environments.turn_timeout_s bounds how long one may take"
+        return Finding(what, then, do)
     return Finding(
         f"{what}; {round_.episodes_unhosted:,} more wait for one of {places:,} places at hosts",
         then,
@@ -255,13 +272,13 @@ def _may_come_back(now: Status) -> bool:
 
 def _lost(now: Status) -> str:
     joined, lost = now.ledger.get("workers_joined", 0), now.ledger.get("workers_lost", 0)
-    return f" ({_count(joined, 'time')} one joined, {_count(lost, 'time')} one was lost)" if joined else ""
+    return f" ({count(joined, 'time')} one joined, {count(lost, 'time')} one was lost)" if joined else ""
 
 
 def _too_few_places(now: Status, round_: RoundStatus, missing: str, writers: list[WorkerStatus]) -> Finding:
     pace = sum(one.tokens_per_s for one in writers)
     return Finding(
-        f"{missing}: {_count(round_.samples_running, 'sample')} run on {_count(len(writers), 'worker')} "
+        f"{missing}: {count(round_.samples_running, 'sample')} run on {count(len(writers), 'worker')} "
         f"({pace:,.0f} tokens/s together), {round_.samples_waiting:,} more wait for a place there",
         "each takes the place of one that ends",
         "more workers write more at once; `polyrl plan` says how many are worth their price",
@@ -269,16 +286,16 @@ def _too_few_places(now: Status, round_: RoundStatus, missing: str, writers: lis
 
 
 def _last_samples(now: Status, round_: RoundStatus, missing: str) -> Finding:
-    what = f"{missing}: the last {_count(round_.samples_running, 'sample')} run, and none waits"
+    what = f"{missing}: the last {count(round_.samples_running, 'sample')} run, and none waits"
     on = next((one for one in now.workers if one.name == round_.longest_on), None)
     if on is None:
-        return Finding(what, "the step has its groups when they end")
+        return Finding(what, "the step has its groups when they end", "a lower rollout.max_new_tokens cuts them off")
     what += f"; the longest has {round_.longest_tokens:,} tokens, on {on.name}"
     left = now.max_new_tokens - round_.longest_tokens
     pace = on.tokens_per_s / on.running if on.running else 0.0
     at_most = f", in about {show_seconds(left / pace)} at most" if pace > 0 and left > 0 else ""
     do = (
-        ""
+        "a lower rollout.max_new_tokens cuts the longest off"
         if round_.kind == "long"
         else "where it is off, rounds.tail_batching packs the longest answers into rare long rounds"
     )
@@ -289,19 +306,23 @@ def _rewards(now: Status, missing: str) -> Finding:
     running, waiting = now.queues.get("rewards_running", 0), now.queues.get("rewards_waiting", 0)
     if not running and not waiting:
         return Finding(f"{missing}: all answers are written and scored", "they go to the trainer by themselves")
-    if (wait := _wait(now, "reward workers")) is not None:
+    if (wait := wait_of(now, "reward workers")) is not None:
         there = "".join(f"; {one.name} is {one.state if one.connected else 'away'}" for one in now.reward_workers)
         what = f"{missing}: {wait.of} wait to be scored, and no reward worker can{there}"
         do = "start a reward worker: polyrl worker --rewards --join URL --token-file reward.token"
         return Finding(what, "they wait as long as it takes: rewards.processes = 0", do, needs_help=True)
-    do = "rewards.processes is how many plain functions run at once; reward workers add to them" if waiting else ""
+    do = (
+        "rewards.processes is how many plain functions run at once; reward workers add to them"
+        if waiting
+        else "a quicker function, or a lower rewards.timeout_s"
+    )
     what = f"{missing}: {running:,} answers are being scored, {waiting:,} wait for it"
     told = now.rewards
     if told is None or not told.running:
-        wait = _wait(now, "reward")
+        wait = wait_of(now, "reward")
         until = ""
         if wait is not None and wait.given_up_in_s is not None:
-            until = f"; one that is not answered is given up in {_left(wait)}"
+            until = f"; one that is not answered is given up in {left(wait)}"
         return Finding(what, f"they end{until}", do, stalls=True)
     return Finding(
         f"{what}; {told.function} has run longest, for {show_seconds(told.longest_s)}",
@@ -318,102 +339,13 @@ def _of_failures(now: Status, run_dir: str) -> Iterator[Finding]:
     if failed:
         last = f"; the last: {now.rewards.why}" if now.rewards is not None and now.rewards.why else ""
         yield Finding(
-            f"{_count(failed, 'answer')} had no reward so far{last}",
+            f"{count(failed, 'answer')} had no reward so far{last}",
             "each was dropped; its group is trained without it, as long as enough are left",
             f"{run_dir}/logs/rewards.log has what functions printed, and their tracebacks",
         )
 
 
-# Workers
-
-
-def _of_workers(earlier: Status, now: Status) -> Iterator[Finding]:
-    before = {one.name: one for one in earlier.workers}
-    for worker in now.workers:
-        finding = _of_worker(now, worker, before.get(worker.name))
-        if finding is not None:
-            yield finding
-
-
-def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -> Finding | None:
-    name, holds = worker.name, _count(worker.running, "sample")
-    if not worker.connected:
-        wait = _wait(now, "heartbeat", name)
-        soon = "it is given up" if wait is None else f"in {_left(wait)} it is given up"
-        return Finding(
-            f"{name} is away: nothing was heard of it for {show_seconds(worker.last_heard_s)}",
-            f"{soon}, and what it ran ({holds}) goes on elsewhere; it may join again at any time",
-        )
-    if worker.state == "down":
-        return Finding(f"{name}'s engine is down", "the worker starts it again; its samples go on elsewhere meanwhile")
-    if worker.state == "draining":
-        wait = _wait(now, "drain", name)
-        until = "" if wait is None else f", in {_left(wait)} at the latest"
-        return Finding(f"{name} hands its {holds} over", f"then it leaves{until}")
-    if worker.state == "pulling":
-        wait = _wait(now, "pull", name)
-        since = "" if wait is None or wait.age_s is None else f", for {show_seconds(wait.age_s)}"
-        until = "" if wait is None else f"; given up in {_left(wait)}, and tried again"
-        return Finding(
-            f"{name} pulls version {worker.pulling} from {worker.source or 'the trainer'}{since}",
-            f"then it writes{until}",
-        )
-    if worker.state == "waiting":
-        wait = _wait(now, "retry_pull", name)
-        if wait is not None:
-            return Finding(f"{name} could not pull version {now.published}", f"it tries again in {_left(wait)}")
-        if now.published < 0:  # so do all
-            return None
-        return Finding(f"{name} waits for weights", "it pulls as soon as somebody has room to send")
-    wait = _wait(now, "switch", name)
-    if wait is not None:
-        return Finding(f"{name}'s devices change hands ({worker.duty})", f"in {_left(wait)} at the latest")
-    if before is None or not worker.running or _written(worker) != _written(before):
-        return None
-    if now.trainer == "away":
-        then = "that is held against nobody while the trainer is away: its prompts may be what is missing"
-        return Finding(f"{name} has {holds} and wrote nothing while it was looked at", then)
-    wait = _wait(now, "stall", name)
-    look = "" if wait is None else f"the manager looks in {_left(wait)}: "
-    return Finding(
-        f"{name} has {holds} and wrote nothing while it was looked at",
-        f"{look}what has no new token from one look to the next goes on elsewhere",
-    )
-
-
-def _of_turned_away(now: Status) -> Iterator[Finding]:
-    here = {one.name for one in (*now.workers, *now.reward_workers)}
-    for one in now.turned_away:
-        if one.name not in here:  # mended, and joined again
-            yield Finding(
-                f"{one.name} is gone since {show_seconds(one.ago_s)}: {one.why}",
-                "nothing: it was told so, and ended",
-                "start it as the command says with which workers join this run",
-            )
-
-
-_WHY_REFUSED = {
-    "token": "requests without a token that this run knows; a worker's is in the run's worker.token",
-    "scope": "requests with a token for less; the admin token may do everything",
-    "join_rate": "joins, too many in a moment from one address: something starts workers that end at once",
-    "version": "tokens of versions that were never offered",
-    "result": "results of reward workers that cannot be, or did not come",
-    "digest": "versions that are not what the trainer published",
-}
-
-
-def _of_refusals(now: Status) -> Iterator[Finding]:
-    for kind, why in _WHY_REFUSED.items():
-        number = now.refused.get(kind, 0)
-        if number:
-            yield Finding(f"refused since the manager started: {number:,} {why}", "each was told so")
-
-
 # Reading a status
-
-
-def _written(worker: WorkerStatus) -> tuple[int, int]:
-    return worker.running, worker.tokens_running
 
 
 def _may_write(worker: WorkerStatus) -> bool:
@@ -422,15 +354,3 @@ def _may_write(worker: WorkerStatus) -> bool:
 
 def _num_running(now: Status) -> int:
     return now.queues.get("samples_running", 0)
-
-
-def _wait(now: Status, what: str, of: str | None = None) -> WaitStatus | None:
-    return next((one for one in now.waits if one.what == what and of in (None, one.of)), None)
-
-
-def _left(wait: WaitStatus) -> str:
-    return show_seconds(max(0.0, wait.given_up_in_s or 0.0))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,6 +1,9 @@
-"""What `diagnose` finds out about a run that waits (diagnosis.py)."""
+"""What `diagnose` finds out about a run that waits (diagnosis.py), and reading a status for it."""
 
 from typing import NamedTuple
+
+from polyrl.telemetry.looks import show_seconds
+from polyrl.wire.control import Status, WaitStatus
 
 
 class Finding(NamedTuple):
@@ -24,3 +27,15 @@ class Diagnosis(NamedTuple):
     @property
     def needs_help(self) -> bool:
         return any(one.needs_help for one in self.findings)
+
+
+def wait_of(now: Status, what: str, of: str | None = None) -> WaitStatus | None:
+    return next((one for one in now.waits if one.what == what and of in (None, one.of)), None)
+
+
+def left(wait: WaitStatus) -> str:
+    return show_seconds(max(0.0, wait.given_up_in_s or 0.0))
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

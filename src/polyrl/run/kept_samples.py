@@ -125,13 +125,7 @@ class Kept:
         if step not in self._files:
             first, last = self.steps[0], self.steps[-1]
             raise UserError(f"--step: {step} is not kept; expected one from {first} to {last}")
-        entry = self._read(step)
-        num_trained = sum(len(entries.decode_groups(batch)) for batch in entry.batches)
-        return [
-            _of_entry(step, episode, index, "trained" if place < num_trained else "rejected")
-            for place, group in enumerate(entry.groups())
-            for index, episode in enumerate(_episodes(group))
-        ]
+        return _samples_of(step, self._read(step))
 
     def choose(
         self, text_of: Texts, *, step: int | None, grep: str | None, order: Literal["best", "worst"] | None
@@ -167,6 +161,26 @@ class Kept:
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {error.strerror}") from error
         raise NoLongerKept(f"--step: {step} is no longer kept: the run has just removed it")
+
+
+def of_trained_step(run_dir: Path, step: int) -> list[KeptSample]:
+    """Return what a step was trained on; nothing if its file is not there. The journal is not read. Raises OSError."""
+    path = entries.of_run(run_dir).get(step)
+    return [] if path is None else _samples_of(step, entries.read(path))
+
+
+def of_newest_step(run_dir: Path) -> list[KeptSample]:
+    """Return what the newest trained step was trained on; nothing before. Raises OSError."""
+    return of_trained_step(run_dir, max(entries.of_run(run_dir), default=-1))
+
+
+def _samples_of(step: int, entry: entries.Entry) -> list[KeptSample]:
+    num_trained = sum(len(entries.decode_groups(batch)) for batch in entry.batches)
+    return [
+        _of_entry(step, episode, index, "trained" if place < num_trained else "rejected")
+        for place, group in enumerate(entry.groups())
+        for index, episode in enumerate(_episodes(group))
+    ]
 
 
 def _episodes(group: TrainGroup) -> list[list[TrainSample]]:

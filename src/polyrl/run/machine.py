@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import psutil
 
@@ -28,13 +28,18 @@ from polyrl.engines.served.server import ServerKind
 from polyrl.errors import PolyrlError
 from polyrl.wire.control import DEFAULT_PORT
 
+if TYPE_CHECKING:
+    from polyrl.run.plan import ModelEstimates
+
 _GIB = 1 << 30
 _FEW_FILES = 4_096
 _LITTLE_DISK = 5 * _GIB
 _LITTLE_SHARED = 128 << 20
 _FIRST_SECOND = 1_750_000_000.0
 """A clock before this moment, in 2025, was never set."""
+_CLOCK_SLACK_S = 86_400.0
 _FILLED = 0.9
+_GB = 1_000_000_000
 _EXTRAS = {
     "train": ("torch", "transformers", "safetensors", "math_verify", "peft"),
     "data": ("pyarrow",),
@@ -73,22 +78,59 @@ def _name_of(check: Callable[[], object]) -> str:
 
 
 def check_recipe(recipe: Recipe, run_dir: Path) -> list[MachineCheck]:
-    """Make the checks of a dry run, and hold the memory that training needs against what is there."""
-    from polyrl.run.plan import estimate_memory, fit, read_shape, show_plan
+    """Make the checks of a dry run, and hold memory, disk and port that the run needs against what is there."""
+    from polyrl.run.plan import fit, read_shape, show_plan
 
     try:
         recipe = fit(recipe)
         show_plan(recipe, run_dir)
     except PolyrlError as error:
         return [MachineCheck("recipe", "wrong", str(error))]
-    needed = estimate_memory(recipe, read_shape(recipe.model.path)).total
-    there, where = _memory_of(recipe.model.device)
-    what = f"training needs about {_size(needed)} (an estimate); {where} has {_size(there)}"
+    shape = read_shape(recipe.model.path)
     found = [MachineCheck("recipe", "ok", "its model, data, rewards and settings can be used")]
+    found += [_memory(recipe, shape), _room_on_disk(recipe, shape, run_dir)]
+    return [*found, _port(recipe.manager.port)] if recipe.manager.port else found
+
+
+def _memory(recipe: Recipe, shape: "ModelEstimates") -> MachineCheck:
+    """Training and generating take turns on a device, but the weights and the optimizer stay."""
+    from polyrl.engines.builtin.config import BuiltinConfig
+    from polyrl.run.plan import cache_bytes, estimate_memory
+
+    plan = estimate_memory(recipe, shape)
+    parts = {
+        "model": plan.weights + plan.changes + plan.sums + plan.reference + plan.critic,
+        "optimizer": plan.masters + plan.moments + plan.gradients,
+        f"packs of {recipe.train.micro_batch_tokens:,} tokens": plan.activations,
+        "deltas": plan.deltas,
+    }
+    needed = plan.total
+    if recipe.train.local_generation:  # the KV cache is there when packs are not
+        kv = cache_bytes(recipe, shape) * BuiltinConfig(model=recipe.model.path).kv_tokens
+        parts["KV cache"] = kv
+        needed += max(0, kv - plan.activations)
+    there, where = _memory_of(recipe.model.device)
+    told = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    what = f"about {_size(needed)} are needed (an estimate: {told}); {where} has {_size(there)}"
     if needed > _FILLED * there:
         do = "lower train.micro_batch_tokens, set optimizer.offload, use LoRA ([lora]), or more train.ranks"
-        return [*found, MachineCheck("memory", "wrong", what, do)]
-    return [*found, MachineCheck("memory", "ok", what)]
+        return MachineCheck("memory", "wrong", what, do)
+    return MachineCheck("memory", "ok", what)
+
+
+def _room_on_disk(recipe: Recipe, shape: "ModelEstimates", run_dir: Path) -> MachineCheck:
+    from polyrl.run.plan import snapshot_bytes
+
+    wanted = recipe.checkpoint
+    saved = snapshot_bytes(recipe, shape) * (wanted.keep_last + 1) if wanted.enabled else 0
+    needed = saved + int(recipe.track.samples_gb * _GB)
+    free = shutil.disk_usage(_there(run_dir)).free
+    kept = f"{_size(saved)} for checkpoints ({wanted.keep_last} are kept, and one is written)"
+    what = f"{kept}, {recipe.track.samples_gb:g} GB of samples; {_size(free)} are free at {run_dir}"
+    if needed > free:
+        do = "lower checkpoint.keep_last or track.samples_gb, or name another place with --run-dir"
+        return MachineCheck("room on disk", "wrong", what, do)
+    return MachineCheck("room on disk", "ok", what)
 
 
 def _memory_of(device: str) -> tuple[int, str]:
@@ -127,8 +169,13 @@ def _devices() -> MachineCheck:
     return MachineCheck("devices", "ok", f"{_version('torch')}, {named or 'no GPU: runs use the CPU'}")
 
 
+def _there(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that is there."""
+    return next(one for one in (folder.resolve(), *folder.resolve().parents) if one.exists())
+
+
 def _disk(folder: Path) -> MachineCheck:
-    there = next(one for one in (folder.resolve(), *folder.resolve().parents) if one.exists())
+    there = _there(folder)
     free = shutil.disk_usage(there).free
     what = f"{_size(free)} free at {there}"
     if free < _LITTLE_DISK:
@@ -155,21 +202,29 @@ def _files() -> MachineCheck:
     return MachineCheck("open files", "ok", what)
 
 
-def _port() -> MachineCheck:
+def _port(wanted: int | None = None) -> MachineCheck:
+    """`wanted`: the port that a recipe names; None: the one that is tried first."""
+    port = DEFAULT_PORT if wanted is None else wanted
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", DEFAULT_PORT))
+            probe.bind(("127.0.0.1", port))
         except OSError as error:
-            what = f"port {DEFAULT_PORT} is taken ({error.strerror}): a run takes any other that is free"
-            return MachineCheck("port", "missing", what, "a fixed one is manager.port in the recipe")
-    return MachineCheck("port", "ok", f"{DEFAULT_PORT} is free")
+            what = f"port {port} is taken ({error.strerror})"
+            if wanted is None:
+                do = "a fixed one is manager.port in the recipe"
+                return MachineCheck("port", "missing", f"{what}: a run takes any other that is free", do)
+            return MachineCheck("port", "wrong", f"manager.port: {what}", "name another one; 0 is any that is free")
+    return MachineCheck("port", "ok", f"{port} is free")
 
 
 def _clock() -> MachineCheck:
     now = time.time()
     told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    if now < _FIRST_SECOND:
-        return MachineCheck("clock", "wrong", f"it says {told}", "set it: certificates and logs depend on it")
+    newest = Path(__file__).stat().st_mtime
+    if now < max(_FIRST_SECOND, newest - _CLOCK_SLACK_S):
+        why = "" if now < _FIRST_SECOND else ", which is before PolyRL was installed"
+        return MachineCheck("clock", "wrong", f"it says {told}{why}", "set it: certificates and logs depend on it")
     return MachineCheck("clock", "ok", told)
 
 

@@ -26,7 +26,8 @@ from polyrl.run.encryption import encryption
 from polyrl.run.models import check_device, check_tokenizers, gpu_bytes, others, uses_engine
 from polyrl.run.plugins import check_plugins
 from polyrl.run.settings import caveat_of
-from polyrl.run.tasks import DomainOfStep, look_at_a_step, prompt_room, too_few
+from polyrl.run.tasks import DomainOfStep, look_at_a_step, too_few
+from polyrl.run.training_rows import prompt_room
 from polyrl.run.workers import check_settings
 from polyrl.weights import folder as folders
 from polyrl.weights.manifest import is_table
@@ -260,8 +261,7 @@ def _mode(recipe: Recipe) -> str:
 def _sizes(recipe: Recipe, shape: ModelEstimates, room: int | None, prompts: int) -> list[tuple[str, str]]:
     samples = prompts * recipe.rounds.samples_per_prompt
     longest = recipe.rollout.max_new_tokens
-    width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
-    token_bytes = 2 * shape.key * shape.num_layers * width
+    token_bytes = cache_bytes(recipe, shape)
     limit = "any length" if room is None else f"at most {room:,} tokens"
     return [
         ("model", f"{shape.architecture}, {shape.num_parameters:,} parameters, {recipe.model.dtype}"),
@@ -274,6 +274,12 @@ def _sizes(recipe: Recipe, shape: ModelEstimates, room: int | None, prompts: int
     ]
 
 
+def cache_bytes(recipe: Recipe, shape: ModelEstimates) -> int:
+    """Return the bytes of a token in an engine's KV cache."""
+    width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
+    return 2 * shape.key * shape.num_layers * width
+
+
 def _memory(recipe: Recipe, shape: ModelEstimates) -> list[tuple[str, str]]:
     memory = estimate_memory(recipe, shape)
     sizes = {name: size for name, size in memory._asdict().items() if size and name != "offloaded"}
@@ -283,13 +289,13 @@ def _memory(recipe: Recipe, shape: ModelEstimates) -> list[tuple[str, str]]:
     rows = [("memory", f"about {_size(memory.total)}{whose} while {tokens:,} tokens train (an estimate): {parts}")]
     host = [f"{_size(memory.offloaded)} of the optimizer's state"] if memory.offloaded else []
     if recipe.checkpoint.enabled:
-        host.append(f"{_size(_snapshot(recipe, shape))} to write a checkpoint from")
+        host.append(f"{_size(snapshot_bytes(recipe, shape))} to write a checkpoint from")
     if host:
         rows.append(("host", ", ".join(host)))
     return rows
 
 
-def _snapshot(recipe: Recipe, shape: ModelEstimates) -> int:
+def snapshot_bytes(recipe: Recipe, shape: ModelEstimates) -> int:
     """Return the size of the trained weights and their moments, over all ranks."""
     num = shape.num_parameters
     if recipe.lora.rank:

@@ -4,8 +4,11 @@
     torchrun --nproc-per-node 4 -m polyrl train recipe.toml     torchrun has started all four
 
 Rank zero reads the recipe, the data and the checkpoint's place, and runs everything but the model; the others are told.
-Rules kept here: no rank outlives rank zero. Ctrl+C is rank zero's to hear. A rank that ends before it is told to ends
-the run, with a line that says which one and why; its log is RUN/logs/rank-N.log.
+Ranks may be on several nodes: torchrun starts them there, or nodes.py does.
+
+Rules kept here: no rank outlives rank zero. Ctrl+C is rank zero's to hear. A rank that ends before it is told to stops
+all of them, with a line that says which one and why; its log is RUN/logs/rank-N.log. Then the run goes on by itself
+(going_on.py): what was trained is on disk, and the fleet was told nothing.
 """
 
 import asyncio
@@ -14,7 +17,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,31 +24,34 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
 from polyrl.config.plugins import look_in
 from polyrl.config.recipe import Recipe
-from polyrl.errors import UserError, one_line
-from polyrl.run import processes
+from polyrl.errors import RankLost, UserError, one_line
+from polyrl.run import nodes, processes
 from polyrl.run.event_loop import run_loop
 
 if TYPE_CHECKING:
-    from polyrl.trainer.leading import Leader, Learner
+    from polyrl.run.rank_watch import RankWatch
+    from polyrl.trainer.leading import Leader, Learner, RankShards
     from polyrl.trainer.ranks import RankInfo, Ranks
     from polyrl.trainer.replicas import FarReplica
 
 log = logging.getLogger("polyrl.train")
 
-_RANK_INFO = "POLYRL_RANK"
-"""RANK/SIZE:FILE, for a rank that rank zero has started."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _LOOK_EVERY_S = 0.2
 _DEATH_IS_SEEN_S = 3.0
 """A connection may be known to be closed before its process is known to have ended."""
 _GRACE_S = 10.0
+_EXIT_LOST_OTHERS = 75
+"""The exit code of a rank that could not go on since another one was gone: it is not the one to name."""
+_BROKEN = ("gloo", "NCCL", "onnection")
+"""Words in errors of torch's about a connection between ranks."""
 
 
 class RankSetup(Struct, frozen=True):
@@ -56,24 +61,24 @@ class RankSetup(Struct, frozen=True):
     run_dir: str
     checkpoint: str | None
     """The checkpoint that the run resumes from."""
+    watch_port: int = 0
+    """Where rank zero watches the others, if they are on several nodes."""
+    watch_key: bytes = b""
 
 
 def rank_info(environment: Mapping[str, str]) -> "RankInfo | None":
     """Return this process's rank; None if it is the only one, or starts the others. Raises UserError."""
     from polyrl.trainer.ranks import RankInfo
 
-    if _RANK_INFO in environment:
-        numbers, _, meeting_point = environment[_RANK_INFO].partition(":")
-        rank, _, size = numbers.partition("/")
-        return RankInfo(int(rank), int(size), meeting_point)
+    if nodes.RANK_INFO in environment:
+        return msgspec.json.decode(environment[nodes.RANK_INFO], type=RankInfo)
     if _TORCHRUN not in environment or environment["WORLD_SIZE"] == "1":
         return None
-    if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
-        raise UserError(
-            f"torchrun: {environment['WORLD_SIZE']} ranks on several machines; expected all on one machine: "
-            "more machines take part as workers, see docs/guides/ranks.md"
-        )
-    return RankInfo(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    rank, size, local_rank, local_size, node, num_nodes = (
+        int(environment[name])
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    )
+    return RankInfo(rank, size, "", local_rank, local_size, node, num_nodes)
 
 
 def with_ranks(read: Callable[[list[str]], Recipe], overrides: list[str], info: "RankInfo | None") -> Recipe:
@@ -92,19 +97,24 @@ def with_ranks(read: Callable[[list[str]], Recipe], overrides: list[str], info: 
 
 
 class OtherRanks:
-    """The other ranks, as rank zero sees them. `started` are those that it started itself, from rank one on."""
+    """The other ranks, as rank zero sees them. `started` are those that it started itself, from rank one on; `watch`
+    sees those on other nodes."""
 
-    def __init__(self, ranks: "Ranks", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> None:
+    def __init__(
+        self, ranks: "Ranks", run_dir: Path, started: "list[subprocess.Popen[bytes]]", watch: "RankWatch | None"
+    ) -> None:
         self.ranks = ranks
-        self._run_dir, self._started = run_dir, started
+        self._run_dir, self._started, self._watch = run_dir, started, watch
         self._leader: Leader | None = None
+        self.shares_run_dir = False
+        self._first_victim_at: float | None = None
         self._is_led = False
         self._far: list[FarReplica] = []
 
     def check(self) -> None:
-        """Raises UserError when a rank has ended: nobody watches them before the run begins."""
-        if (why := _ended(self._run_dir, self._started)) is not None:
-            raise UserError(why)
+        """Raises RankLost when a rank has ended: nobody watches them before the run begins."""
+        if (lost := self._gone()) is not None:
+            raise lost
 
     def lead(self, learner: "Learner") -> "Leader | None":
         """Lead the ranks that share rank zero's copy of the model; None if it has one to itself."""
@@ -112,7 +122,7 @@ class OtherRanks:
 
         self._is_led = True
         if self.ranks.replica.size > 1:
-            self._leader = Leader(self.ranks.replica, learner, self._lost)
+            self._leader = Leader(self.ranks.replica, learner, self.why)
         return self._leader
 
     def far_replicas(self) -> "list[FarReplica]":
@@ -122,26 +132,66 @@ class OtherRanks:
 
         if not self._far:
             lines = self.ranks.lines
-            self._far = [FarReplica(lines[at], local_worker.name_of(at), self._lost) for at in sorted(lines)]
+            self._far = [FarReplica(lines[at], local_worker.name_of(at), self.why) for at in sorted(lines)]
         return self._far
 
-    def _lost(self, error: RuntimeError) -> str | None:
-        return _lost(error, self._run_dir, self._started)
+    def restore(self, learner: "Learner", folder: Path, tensors: Mapping[str, Any]) -> None:
+        """Load a checkpoint at all ranks: the others do it as soon as they have loaded their models."""
+        from polyrl.trainer.state import restoring
+
+        restoring.restore(learner, self.ranks, folder, is_shared=self.shares_run_dir, tensors=tensors)
+
+    @property
+    def shards(self) -> "RankShards | None":
+        """What writes checkpoints where all ranks see the run's directory; None: rank zero gathers and writes."""
+        from polyrl.trainer.leading import RankShards
+
+        if not self.shares_run_dir or self._leader is None:
+            return None
+        return RankShards(self._leader, self._run_dir, self.ranks.replica.size)
 
     async def failed(self) -> None:
-        """Waits for as long as all is well; raises UserError when a rank has ended."""
-        while (why := _ended(self._run_dir, self._started)) is None:
+        """Waits for as long as all is well; raises RankLost when a rank has ended."""
+        while (lost := self._gone()) is None:
             await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.to_thread(self._break_off)
+        raise lost
+
+    def why(self, error: RuntimeError) -> RankLost | None:
+        """Return which rank has ended, if that explains the error; otherwise None."""
+        return _lost(error, self._run_dir, self._started, self._gone)
+
+    def _gone(self) -> RankLost | None:
+        if (lost := _ended(self._run_dir, self._started)) is not None:
+            return lost
+        why = None if self._watch is None else self._watch.lost()
+        if why is None and any(one.poll() == _EXIT_LOST_OTHERS for one in self._started):
+            self._first_victim_at = self._first_victim_at or time.monotonic()
+            if time.monotonic() > self._first_victim_at + _DEATH_IS_SEEN_S:
+                why = f"a rank has lost its connection to another one, see {self._run_dir / 'logs'}"
+        return None if why is None else RankLost(why, _go_on(self._run_dir))
+
+    def _break_off(self) -> None:
+        """End all ranks, so that no collective waits for one any longer."""
         self.ranks.break_off()
-        raise UserError(why)
+        if self._watch is not None:
+            self._watch.close(is_over=False)
+            self._watch = None
+        for process in self._started:
+            process.kill()
 
     def close(self) -> None:
         """Tell the others to stop; end those that do not hear it."""
         until = time.monotonic() + _GRACE_S
-        for one in self._far:
-            one.stop(max(0.0, until - time.monotonic()))
-        if self._leader is not None:
-            self._leader.stop()
+        if self._gone() is not None:
+            self._break_off()
+        else:
+            for one in self._far:
+                one.stop(max(0.0, until - time.monotonic()))
+            if self._leader is not None:
+                self._leader.stop()
+        if self._watch is not None:
+            self._watch.close(is_over=self._is_led)
         for process in self._started:
             if not self._is_led:
                 process.kill()
@@ -162,33 +212,62 @@ def assembled(
         yield None
         return
     from polyrl.engines.builtin.config import choose_device
-    from polyrl.trainer.ranks import RankInfo, check_gpus
+    from polyrl.trainer.ranks import check_gpus
+    from polyrl.trainer.state import sharded
 
     device = choose_device(recipe.model.device)
-    if device == "cuda":
-        check_gpus(recipe.train.ranks)
     started: list[subprocess.Popen[bytes]] = []
     other_ranks: OtherRanks | None = None
     with tempfile.TemporaryDirectory(prefix="polyrl-ranks-") as folder:
         try:
-            if info is None:
-                info = RankInfo(0, recipe.train.ranks, f"{folder}/meeting-point")
-                started += (_start(run_dir, info._replace(rank=rank)) for rank in range(1, info.size))
+            given = info is not None
+            info = _own_info(recipe.train.ranks, folder) if info is None else info
+            num_here = info.size if info.local_size is None else info.local_size
+            if device == "cuda":
+                check_gpus(num_here)
+            announced = nodes.announce(info) if info.num_nodes > 1 and not given else None
+            if not given:
+                started += (_start(run_dir, info._replace(rank=one, local_rank=one)) for one in range(1, num_here))
             ranks = _meet(info, run_dir, started)
-            ranks.broadcast(msgspec.msgpack.encode(RankSetup(recipe, str(run_dir), checkpoint and str(checkpoint))))
+            del announced
+            watch = _watch(info)
+            setup = RankSetup(recipe, str(run_dir.absolute()), checkpoint and str(checkpoint.absolute()))
+            if watch is not None:
+                setup = msgspec.structs.replace(setup, watch_port=watch.port, watch_key=watch.key)
+            ranks.broadcast(msgspec.msgpack.encode(setup))
             ranks.use(device, recipe.train.replicas)
-            other_ranks = OtherRanks(ranks, run_dir, started)
+            other_ranks = OtherRanks(ranks, run_dir, started, watch)
+            other_ranks.shares_run_dir = sharded.is_shared(run_dir, ranks)
+            if not other_ranks.shares_run_dir:
+                log.warning("%s: not all nodes see it: rank zero gathers checkpoints, and writes them alone", run_dir)
             yield other_ranks
         except RuntimeError as error:
-            if (why := _lost(error, run_dir, started)) is None:
+            gone = (lambda: _ended(run_dir, started)) if other_ranks is None else other_ranks._gone
+            if (lost := _lost(error, run_dir, started, gone)) is None:
                 raise
-            raise UserError(why) from error
+            raise lost from error
         finally:
             if other_ranks is not None:
                 other_ranks.close()
             for process in started:
                 process.kill()
                 process.wait()
+
+
+def _own_info(size: int, folder: str) -> "RankInfo":
+    """Return what rank zero knows of itself where it starts the others, or other nodes do."""
+    from polyrl.trainer.ranks import RankInfo
+
+    wanted = nodes.remembered(os.environ)
+    return RankInfo(0, size, f"{folder}/meeting-point") if wanted is None else wanted.info(0, size)
+
+
+def _watch(info: "RankInfo") -> "RankWatch | None":
+    if info.num_nodes == 1:
+        return None
+    from polyrl.run.rank_watch import RankWatch
+
+    return RankWatch(info.size)
 
 
 def _meet(info: "RankInfo", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> "Ranks":
@@ -211,42 +290,43 @@ def _meet(info: "RankInfo", run_dir: Path, started: "list[subprocess.Popen[bytes
         try:
             return meeting.result(_LOOK_EVERY_S)
         except TimeoutError:
-            if (why := _ended(run_dir, started)) is not None:
-                raise UserError(why) from None
+            if (lost := _ended(run_dir, started)) is not None:
+                raise lost from None
         except RuntimeError as error:
-            why = _lost(error, run_dir, started) or f"the ranks did not meet, see {run_dir / 'logs'}: {one_line(error)}"
-            raise UserError(why) from error
+            lost = _lost(error, run_dir, started, lambda: _ended(run_dir, started)) if started else None
+            raise lost or UserError(f"the ranks did not meet, see {run_dir / 'logs'}: {one_line(error)}") from error
 
 
-def _lost(error: RuntimeError, run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
-    """Return a line on the rank that ended, if that explains the error; otherwise None."""
-    until = time.monotonic() + _DEATH_IS_SEEN_S
-    while started and time.monotonic() < until:
-        if (why := _ended(run_dir, started)) is not None:
-            return why
-        time.sleep(_LOOK_EVERY_S)
-    if started or not any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
+def _lost(
+    error: RuntimeError,
+    run_dir: Path,
+    started: "list[subprocess.Popen[bytes]]",
+    gone: Callable[[], RankLost | None],
+) -> RankLost | None:
+    """Return the rank that ended, if that explains the error; otherwise None."""
+    if not any(word in str(error) for word in _BROKEN):
         return None
-    return f"another rank has ended: see {run_dir / 'logs'}; {_go_on(run_dir)}"
+    until = time.monotonic() + 2 * _DEATH_IS_SEEN_S
+    while time.monotonic() < until:
+        if (lost := gone()) is not None:
+            return lost
+        time.sleep(_LOOK_EVERY_S)
+    return None if started else RankLost(f"another rank has ended: see {run_dir / 'logs'}", _go_on(run_dir))
 
 
-def _ended(run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
-    """Return a line on the first rank that has ended; None if all are running."""
+def _ended(run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> RankLost | None:
+    """Return the first rank that has ended by itself; None if all are running."""
     for number, process in enumerate(started, 1):
         code = process.poll()
-        if code is not None:
-            return f"rank {number} {processes.show_end(code, log_file(run_dir, number))}; {_go_on(run_dir)}"
+        if code is not None and code != _EXIT_LOST_OTHERS:
+            why = f"rank {number} {processes.show_end(code, log_file(run_dir, number))}"
+            return RankLost(why, _go_on(run_dir))
     return None
 
 
 def _start(run_dir: Path, info: "RankInfo") -> "subprocess.Popen[bytes]":
     with log_file(run_dir, info.rank).open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "polyrl", "train"],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            env={**os.environ, _RANK_INFO: f"{info.rank}/{info.size}:{info.meeting_point}"},
-            start_new_session=True, preexec_fn=processes.terminate_with_parent,  # noqa: PLW1509  it takes no lock
-        )  # fmt: skip
+        return nodes.start_rank(info, output.fileno())
 
 
 def follow(info: "RankInfo") -> int:
@@ -255,7 +335,8 @@ def follow(info: "RankInfo") -> int:
     from polyrl.run import models, replica
     from polyrl.trainer import leading
     from polyrl.trainer.ranks import Ranks
-    from polyrl.trainer.state import checkpoint
+    from polyrl.trainer.state import restoring, sharded
+    from polyrl.trainer.state.sharded import ShardFile, ShardWriter
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not info.meeting_point:  # torchrun tells all to end at once; rank zero still needs the others while it does so
@@ -264,24 +345,31 @@ def follow(info: "RankInfo") -> int:
     setup = msgspec.msgpack.decode(ranks.broadcast(), type=RankSetup)
     run_dir, recipe = Path(setup.run_dir), setup.recipe
     look_in(recipe.modules)
+    log_file(run_dir, info.rank).parent.mkdir(parents=True, exist_ok=True)  # the run's directory may be elsewhere
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, info.rank))
     try:
+        if setup.watch_port:
+            from polyrl.run.rank_watch import Attendance
+
+            Attendance(info.host, setup.watch_port, setup.watch_key, info)
         ranks.use(choose_device(recipe.model.device), recipe.train.replicas)
+        is_shared = sharded.is_shared(run_dir, ranks)
         learner = models.load_learner(recipe, ranks)
-        tensors = {} if setup.checkpoint is None else checkpoint.load(Path(setup.checkpoint))[1]
-        if tensors:
-            learner.restore(tensors)
+        if setup.checkpoint is not None:
+            restoring.restore(learner, ranks, Path(setup.checkpoint), is_shared=is_shared)
         log.info("rank %d of %d is ready, on %s", info.rank, info.size, ranks.device)
         if ranks.replica_number > 0 and ranks.replica.rank == 0:
             run_loop(replica.ReplicaProcess(recipe, ranks, learner).run())
         else:
-            leading.follow(ranks.replica, learner)
-    except UserError as error:
+            writes = is_shared and ranks.replica_number == 0  # other replicas hold the same
+            writer = ShardWriter(run_dir, ShardFile(info.rank, ranks.replica.size)) if writes else None
+            leading.follow(ranks.replica, learner, writer)
+    except (UserError, OSError) as error:
         log.error("%s", error)
         return 1
-    except RuntimeError:
+    except RuntimeError as error:
         log.exception("rank %d cannot go on", info.rank)
-        return 1
+        return _EXIT_LOST_OTHERS if any(word in str(error) for word in _BROKEN) else 1
     ranks.close()
     return 0
 

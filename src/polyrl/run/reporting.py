@@ -28,10 +28,12 @@ from polyrl.run.diagnosis import diagnose
 from polyrl.run.display import Display
 from polyrl.run.draft_counts import DraftCounts
 from polyrl.run.findings import Finding
+from polyrl.run.kept_samples import Texts, text_decoder
 from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of
 from polyrl.run.task_contract import Tasks, UnderWay
+from polyrl.run.tracked_samples import show_pictures, show_samples
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry import breaks, validated
 from polyrl.telemetry.looks import show_seconds
@@ -81,6 +83,7 @@ class Reporter:
             own=own_trackers(track, run_dir, first_step),
         )
         self._breaks = {first_step: breaks.read(run_dir, first_step)} if first_step else {}
+        self._text_of: Texts | None = None
         self._fleet: Fleet | None = None
         self._tasks: Tasks | None = None
         self._drafts = DraftCounts()
@@ -125,6 +128,7 @@ class Reporter:
             self._validated = {}
         elif report.step < self._version:  # a step of the past: a process before this one validated what it began with
             metrics |= validated.read(self._run_dir, report.step)
+        await self._show_samples(report.step)
         self._trackers.log(report.step, metrics)
         self.display.step_ended(report.step, metrics)
         if self._watch is not None:
@@ -133,6 +137,12 @@ class Reporter:
             why = f"all rewards were equal in each of the {report.num_filtered} groups that came"
             self.display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
         self._warn_of_mismatch(report)
+
+    async def _show_samples(self, step: int) -> None:
+        every = self._recipe.track.samples_every_steps
+        if self._trackers.shows_samples and every and step % every == 0:
+            self._text_of = self._text_of or text_decoder(self._run_dir, self._recipe.model.path)
+            await asyncio.to_thread(show_samples, self._trackers, self._run_dir, step, self._text_of)
 
     def _warn_of_mismatch(self, report: StepReport) -> None:
         """Warn once for each kind of engine, and again if its mismatch was lower in between."""
@@ -235,6 +245,8 @@ class Reporter:
         """End what it has begun; `in_haste`: a person waits for the run to stop."""
         if self._validated:  # no step starts from the last version
             self._trackers.log(self._version, self._validated)
+        if self._trackers.shows_samples and not in_haste:
+            show_pictures(self._trackers, self._run_dir)
         self._trackers.close(in_haste=in_haste)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.run import changes, checkpoints, models, ranks
+from polyrl.run import changes, checkpoints, models, nodes, ranks
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.event_loop import run_loop
 from polyrl.run.plan import fit
@@ -58,10 +58,11 @@ def finish_logged_steps(before: Recipe, after: Recipe, run_dir: Path, point: Res
     """
     changed = tuple(changes.breaks(before, after, point.next_step)) if point.next_step else ()
     if changed and point.log:
-        if ranks.rank_info(os.environ) is not None:
+        if ranks.rank_info(os.environ) is not None or nodes.remembered(os.environ) is not None:
             raise UserError(
                 f"{changed[0].key}: the last {len(point.log)} steps are in the log alone, and are first trained again "
-                "as they were, which torchrun's ranks cannot do: use --ranks, or go on once without the change"
+                "as they were, which ranks of torchrun or of several nodes cannot do: use --ranks alone, or go on once "
+                "without the change"
             )
         _train_log_to_a_checkpoint(fit(before), run_dir, point)
         point = checkpoints.read_resume_point(run_dir)
@@ -83,7 +84,8 @@ async def _train_again(
 ) -> str:
     leader = None if other_ranks is None else other_ranks.lead(learner)
     gather = (learner if leader is None else leader).whole_state
-    saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, point.state, gather, point)
+    shards = None if other_ranks is None else other_ranks.shards
+    saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, point.state, gather, point, shards)
     try:
         steps: Steps = learner.steps if leader is None else leader
         far = [] if other_ranks is None else other_ranks.far_replicas()
@@ -108,7 +110,10 @@ def restored(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Iterat
             other_ranks.check()
         if point is not None:
             checkpoints.check_resume_point(point, recipe, learner.policy)
-            if point.tensors:
+            if other_ranks is not None:
+                other_ranks.restore(learner, point.folder, point.tensors)
+            elif point.tensors:
                 learner.restore(point.tensors)
+            if isinstance(point.tensors, dict):
                 point.tensors.clear()  # they lie in the file, which would stay on the disk for as long as they do
         yield learner, other_ranks

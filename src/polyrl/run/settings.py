@@ -3,12 +3,16 @@
 A resumed run gives the scheduler the same settings: the manager's journal was written with them.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from polyrl.config.recipe import Recipe
-from polyrl.scheduling.core.parameters import DomainData, RewardConfig, SchedulerConfig
+from polyrl.scheduling.core.parameters import DomainData, ParallelismConfig, RewardConfig, SchedulerConfig
+from polyrl.scheduling.rules.parallelism import ModelShape
 from polyrl.telemetry.metric_names import IMPOSED_LENGTHS
 from polyrl.weights.settings import WeightSettings
 from polyrl.wire.dial import is_loopback_host
@@ -55,11 +59,36 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
         routing=recipe.routing,
         seeding=recipe.seeding,
         hand_back=recipe.hand_back,
+        parallelism=_parallelism(recipe),
         rewards=_reward_rules(recipe, as_finished=streaming),
         fleet_rules=recipe.fleet_rules,
         weight_delivery=recipe.weight_delivery,
         scaling=recipe.scaling,
         environments=recipe.environments.rules,
+    )
+
+
+def _parallelism(recipe: Recipe) -> ParallelismConfig:
+    """Return how the widths of the fleet's servers are planned, with what is known of the model."""
+    from polyrl.run.plan import read_shape
+
+    if not recipe.parallelism.enabled:
+        return recipe.parallelism
+    found = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
+    config = found.get("text_config", found)
+    heads = int(config["num_attention_heads"])
+    dtype_bytes = 4 if recipe.model.dtype == "float32" else 2
+    shape = ModelShape(
+        num_layers=int(config["num_hidden_layers"]),
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+        dtype_bytes=dtype_bytes,
+        weight_bytes=dtype_bytes * read_shape(recipe.model.path).num_parameters,
+        activation_bytes=0,
+    )
+    fleet = recipe.fleet
+    return structs.replace(
+        recipe.parallelism, engines="fleet", num_devices=fleet.num_devices, start_tp=fleet.tensor_parallel, model=shape
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import ENVIRONMENT, RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
-from polyrl.data.sources import EnvironmentSource, Source, open_training, open_validation
+from polyrl.data.sources import EnvironmentSource, Source, open_validation
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 from polyrl.errors import ConfigError
 from polyrl.rewards import weighing
@@ -39,6 +39,7 @@ from polyrl.run.conversations import Conversations
 from polyrl.run.encryption import encryption
 from polyrl.run.settings import MAX_ATTEMPTS, scheduler_config
 from polyrl.run.task_contract import Answered, UnderWay
+from polyrl.run.training_rows import domain_keys, longest_prompt, open_rows_of, prompt_room
 
 log = logging.getLogger("polyrl.data")
 
@@ -359,7 +360,7 @@ def _open_all(
     recipe: Recipe, surroundings: Surroundings, *, one_step: bool = False
 ) -> tuple[ModelTokenizer, list[Domain]]:
     """`one_step`: read no more to train on than a step wants."""
-    named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
+    named = list(zip(recipe.data.all_domains, domain_keys(recipe), strict=True))
     if recipe.rewards.processes:
         check_functions(reward_keys(recipe), surroundings)
     else:
@@ -374,21 +375,15 @@ def too_few(recipe: Recipe, num_prompts: list[int]) -> list[str]:
     return [
         f"{key}.prompts_per_step: {domain.prompts_per_step}, and {domain.source} has only {num} prompts to train on: a "
         f"step has {num} of this domain"
-        for domain, key, num in zip(recipe.data.all_domains, _keys(recipe), num_prompts, strict=True)
+        for domain, key, num in zip(recipe.data.all_domains, domain_keys(recipe), num_prompts, strict=True)
         if num < domain.prompts_per_step
     ]
-
-
-def _keys(recipe: Recipe) -> list[str]:
-    """Return the dotted key of each domain's settings."""
-    domains = recipe.data.domains
-    return [f"data.domains.{number}" for number in range(len(domains))] if domains else ["data"]
 
 
 def reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
     """Every function that scores something, by the setting that names it."""
     found: dict[str, WeightedReward] = {}
-    for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):
+    for domain, key in zip(recipe.data.all_domains, domain_keys(recipe), strict=True):
         for number, one in enumerate(recipe.rewards_of(domain)):
             place = f"{key}.reward" if isinstance(domain.reward, str | None) else f"{key}.reward.{number}"
             if one.function == ENVIRONMENT:
@@ -399,36 +394,11 @@ def reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
     return found
 
 
-def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
-    """Tokens that a context leaves for a prompt beside the longest answer; none: any number."""
-    limits = [one for one in (recipe.model.max_context, model_context) if one is not None]
-    if not limits:
-        return None
-    room = min(limits) - recipe.rollout.max_new_tokens
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_new_tokens: {recipe.rollout.max_new_tokens} leaves no room for a prompt, "
-            f"expected less than the context of {min(limits)} tokens ({recipe.model.path})"
-        )
-    return room
-
-
 def _open(
     recipe: Recipe, domain: DomainSection, tokenizer: ModelTokenizer, room: int | None, key: str, *, one_step: bool
 ) -> Domain:
-    limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
-    max_tokens = min(limits) if limits else None
-    rewards = recipe.rewards_of(domain)
-    seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
-    training = open_training(
-        domain,
-        tokenizer,
-        seed=seed,
-        max_tokens=max_tokens,
-        needs_answer=needs_answer(rewards),
-        key=key,
-        enough=domain.prompts_per_step if one_step else None,
-    )
+    max_tokens, rewards = longest_prompt(domain, room), recipe.rewards_of(domain)
+    training = open_rows_of(recipe, domain, tokenizer, room, key, one_step=one_step)
     wanted = recipe.validation
     validation = {
         name: open_validation(

@@ -40,6 +40,7 @@ from polyrl.run import (
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption
 from polyrl.run.event_loop import run_loop
+from polyrl.run.pool import Pool
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.reporting import Watch, reporting
@@ -178,7 +179,9 @@ class Training:
                 live = LiveRun(recipe, run_dir, address, started, playing, fleet, say)
                 await stack.enter_async_context(meanwhile(self._companion(live)))
             failing = [one for one in (manager, self._other_ranks, saver, self._tasks) if one is not None]
-            news = reporter.news(fleet, started, playing, self._tasks)
+            news = [*reporter.news(fleet, started, playing, self._tasks)]
+            if recipe.parallelism.enabled:
+                news.append(Pool(recipe, run_dir, address, started).follow(fleet, say))
             async with connecting.dismissed_at_the_end(recipe, fleet, dial()), meanwhile(*news):
                 await workers.until_joined(recipe, fleet, started)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)
@@ -201,7 +204,8 @@ class Training:
         begun = (
             checkpoints.describe(recipe, self._learner.policy, self._tasks.digests) if point is None else point.state
         )
-        saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, begun, gather, point)
+        shards = None if self._other_ranks is None else self._other_ranks.shards
+        saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, begun, gather, point, shards)
         self._stack.push_async_callback(saver.stop)
         return saver
 

@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -22,6 +22,7 @@ from polyrl.config.places import shown_model
 from polyrl.config.plugins import is_own
 from polyrl.config.recipe import Recipe
 from polyrl.engines import registry
+from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.served.server import NAMES, ServerKind
 from polyrl.errors import UserError
 from polyrl.run import processes
@@ -70,8 +71,8 @@ def recipe_and_url(run_dir: Path) -> tuple[Recipe, str] | None:
         return None
 
 
-def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list[str]:
-    """Return the arguments of `polyrl` for a worker of this run on this machine."""
+def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str, width: int = 1) -> list[str]:
+    """Return the arguments of `polyrl` for a worker of this run on this machine, whose engine has `width` devices."""
     wanted = recipe.fleet
     arguments = [*_joining(recipe, run_dir, url, wanted.engine, recipe.model.path), "--name", name]
     settings, flags = dict(wanted.settings), []
@@ -81,7 +82,12 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list
         arguments += ["--modules", recipe.modules] if recipe.modules else []
     else:
         settings = {"log": str(run_dir / "logs" / f"{name}-server.log"), **settings}
-        flags = ["--", "--dtype", recipe.model.dtype, *settings.pop("flags", ())]  # the last of two is what holds
+        wide = ["--tensor-parallel-size", str(width)] if width > 1 else []
+        flags = ["--", "--dtype", recipe.model.dtype, *wide, *settings.pop("flags", ())]  # the last of two holds
+    if width > 1:
+        arguments += ["--devices", str(width)]
+    if recipe.parallelism.enabled:
+        arguments.append("--planned")
     if wanted.engine_python:
         arguments += ["--engine-python", wanted.engine_python]
     if wanted.spot:
@@ -134,17 +140,35 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
     try:
         for number in range(recipe.fleet.workers):
             name = f"worker-{number}"
-            started[name] = await start(recipe, run_dir, address, name)
+            width = recipe.fleet.tensor_parallel
+            more = devices_of(recipe, width, number) if width > 1 or recipe.parallelism.enabled else {}
+            started[name] = await start(recipe, run_dir, address, name, width=width, more=more)
         yield started
     finally:
         await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started.values()))
 
 
-async def start(recipe: Recipe, run_dir: Path, address: ManagerAddress, name: str) -> Process:
-    command, *arguments = worker_arguments(recipe, run_dir, address.url, name)
+async def start(
+    recipe: Recipe,
+    run_dir: Path,
+    address: ManagerAddress,
+    name: str,
+    *,
+    width: int = 1,
+    more: Mapping[str, str] | None = None,
+) -> Process:
+    command, *arguments = worker_arguments(recipe, run_dir, address.url, name, width)
     session = ("--session-file", str(run_dir / f"{name}.session"))  # a run that goes on has it, and the name with it
     arguments = [command, *session, *arguments]
-    return await processes.start(arguments, _log_file(run_dir, name))
+    return await processes.start(arguments, _log_file(run_dir, name), more)
+
+
+def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:
+    """Return the environment of the `number`-th worker of so many devices: those that come after the trainer's."""
+    if choose_device(recipe.model.device) != "cuda":
+        return {}
+    first = recipe.train.ranks + number * width
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in range(first, first + width))}
 
 
 def _log_file(run_dir: Path, name: str) -> Path:

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -101,9 +101,47 @@ def read_metrics(path: Path) -> list[dict[str, MetricValue]]:
 
 def read_steps(path: Path) -> list[dict[str, MetricValue]]:
     """The lines of steps. A line with nothing but validation is that of the last version, which no step starts from."""
-    return [
-        line for line in read_metrics(path) if not all(name == _STEP or name.startswith(_VALIDATION) for name in line)
-    ]
+    return [line for line in read_metrics(path) if _is_of_a_step(line)]
+
+
+def _is_of_a_step(line: Metrics) -> bool:
+    return not all(name == _STEP or name.startswith(_VALIDATION) for name in line)
+
+
+class NewLines(NamedTuple):
+    anew: bool
+    """Whether the file became shorter, because the run went on from an earlier step: these are all its lines."""
+    lines: list[dict[str, MetricValue]]
+
+
+class GrowingMetrics:
+    """The lines of steps of a file that somebody else writes; each is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read_new(self) -> NewLines:
+        """Return what came since the last time. A line that is no metrics is skipped; one cut short is read later."""
+        if not self._path.is_file():
+            return NewLines(False, [])
+        with self._path.open("rb") as file:
+            anew = file.seek(0, os.SEEK_END) < self._offset
+            if anew:
+                self._offset = 0
+            file.seek(self._offset)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        return NewLines(anew, [line for raw in data[:whole].splitlines() if (line := _decode_step(raw)) is not None])
+
+
+def _decode_step(raw: bytes) -> dict[str, MetricValue] | None:
+    try:
+        line = _line_decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return line if isinstance(line.get(_STEP), int) and _is_of_a_step(line) else None
 
 
 def read_validation(path: Path, version: int) -> dict[str, float]:

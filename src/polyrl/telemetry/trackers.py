@@ -18,13 +18,15 @@ import math
 import os
 import shlex
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from polyrl.errors import UserError, one_line
 from polyrl.telemetry.metrics import FILE_NAME, Metrics, MetricsFile
+from polyrl.telemetry.sample_tables import COLUMNS, SampleRow, as_markdown
 from polyrl.telemetry.tracker_thread import TrackerThread
 
 log = logging.getLogger("polyrl.track")
@@ -40,6 +42,8 @@ _HASTE_S = 0.5
 _WANDB_ID_FILE = "wandb-run-id"
 _TENSORBOARD_FOLDER = "tensorboard"
 _SESSION_START = 1
+_DT_STRING, _RGBA = 7, 4
+"""Numbers of TensorBoard's formats."""
 
 
 class Tracker(Protocol):
@@ -56,6 +60,15 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SampleTracker(Tracker, Protocol):
+    """A place that shows answers and pictures too."""
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None: ...
+
+    def log_pictures(self, step: int, pictures: Sequence[Path]) -> None: ...
 
 
 class Trackers:
@@ -77,6 +90,28 @@ class Trackers:
                 tracker.log(step, metrics)
             except Exception as error:  # noqa: BLE001  libraries of others, networks and disks: none may end a run
                 self._warn(tracker, "log", error)
+
+    @property
+    def shows_samples(self) -> bool:
+        return any(isinstance(one, SampleTracker) for one in self._trackers)
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Show answers of a step, before its metrics are logged."""
+        for tracker in self._trackers:
+            if isinstance(tracker, SampleTracker):
+                try:
+                    tracker.log_samples(step, rows)
+                except Exception as error:  # noqa: BLE001  as above
+                    self._warn(tracker, "log samples", error)
+
+    def log_pictures(self, step: int, pictures: Sequence[Path]) -> None:
+        """Show the run's pictures (PNG)."""
+        for tracker in self._trackers:
+            if isinstance(tracker, SampleTracker):
+                try:
+                    tracker.log_pictures(step, pictures)
+                except Exception as error:  # noqa: BLE001  as above
+                    self._warn(tracker, "log pictures", error)
 
     def close(self, *, in_haste: bool = False) -> None:
         """Close all of them; `in_haste`: a person waits for the run to stop."""
@@ -162,6 +197,20 @@ class TensorBoardTracker:
         ]
         self._write(step=step, summary={"value": values})
 
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        text = {"dtype": _DT_STRING, "string_val": [as_markdown(rows).encode()]}
+        about = {"plugin_data": {"plugin_name": "text"}}
+        self._write(step=step, summary={"value": [{"tag": "samples", "metadata": about, "tensor": text}]})
+
+    def log_pictures(self, step: int, pictures: Sequence[Path]) -> None:
+        values = []
+        for picture in pictures:
+            data = picture.read_bytes()
+            width, height = struct.unpack(">II", data[16:24])  # of a PNG's first chunk
+            image = {"width": width, "height": height, "colorspace": _RGBA, "encoded_image_string": data}
+            values.append({"tag": f"pictures/{picture.stem}", "image": image})
+        self._write(step=step, summary={"value": values})
+
     def _write(self, **fields: Any) -> None:
         self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._writer.flush()
@@ -217,6 +266,20 @@ class WandbTracker:
         self._last_step = step
         values = {name: math.nan if value is None else value for name, value in metrics.items()}
         self._run.log(values, step=step, commit=True)
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        import wandb
+
+        if step <= self._last_step:
+            raise ValueError(f"samples of step {step} come after step {self._last_step}")
+        table = wandb.Table(columns=[*COLUMNS], data=[list(row) for row in rows])
+        self._run.log({"samples": table}, step=step, commit=False)
+
+    def log_pictures(self, step: int, pictures: Sequence[Path]) -> None:
+        import wandb
+
+        images = {f"pictures/{one.stem}": wandb.Image(str(one)) for one in pictures}
+        self._run.log(images, step=max(step, self._last_step + 1), commit=True)
 
     def close(self) -> None:
         self._run.finish()

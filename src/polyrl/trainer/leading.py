@@ -10,22 +10,27 @@ The other ranks receive one command at a time, as bytes, and carry out the same 
 makes their collectives match. How several replicas divide a step is in replicas.py.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
 from msgspec import Struct
 
-from polyrl.errors import UserError
+from polyrl.errors import RankLost, UserError
 from polyrl.trainer import sharding
 from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.ranks import RankGroup
+from polyrl.trainer.state import sharded
+from polyrl.trainer.state.checkpoint import TrainerState
+from polyrl.trainer.state.sharded import ShardFile, ShardWriter
 from polyrl.trainer.step import StepAccumulator
 from polyrl.trainer.step_stats import Added, StepStats
 
@@ -58,7 +63,9 @@ class Learner(NamedTuple):
             self.critic.optimizer.load_state_dict(_of("critic/", state))
 
 
-def _of(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of(prefix: str, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if isinstance(state, sharding.StoredTensors):
+        return state.under(prefix)
     return {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
 
 
@@ -86,18 +93,22 @@ class GatherState(Struct, frozen=True, tag=True):
     pass
 
 
+class WriteState(Struct, frozen=True, tag=True):
+    next_step: int
+
+
 class StopRanks(Struct, frozen=True, tag=True):
     pass
 
 
-RankCommand = Begin | Add | Finish | GatherWeights | GatherState | StopRanks
+RankCommand = Begin | Add | Finish | GatherWeights | GatherState | WriteState | StopRanks
 
 
 class Leader:
     """Implements `Steps` for the ranks of a replica, for one thread at a time. When something fails, `lost` returns
-    which rank is gone, in one line, or None if no rank is."""
+    which rank is gone, or None if no rank is."""
 
-    def __init__(self, ranks: RankGroup, learner: Learner, lost: Callable[[RuntimeError], str | None]) -> None:
+    def __init__(self, ranks: RankGroup, learner: Learner, lost: Callable[[RuntimeError], RankLost | None]) -> None:
         self._ranks, self._crew, self._lost = ranks, learner, lost
 
     @property
@@ -147,6 +158,11 @@ class Leader:
         with self._all(GatherState()):
             yield from sharding.gather(self._crew.state().items())
 
+    def take_shards(self, next_step: int, writer: ShardWriter) -> None:
+        """Have every rank copy its shards to its host, and the others write them: `writer` is our own."""
+        with self._all(WriteState(next_step)):
+            writer.take(self._crew.state())
+
     def stop(self) -> None:
         """Tell the other ranks to exit. Ranks that are gone already are not an error."""
         try:
@@ -161,13 +177,30 @@ class Leader:
             self._ranks.broadcast(msgspec.msgpack.encode(command))
             yield
         except RuntimeError as error:
-            why = self._lost(error)
-            if why is None:
+            lost = self._lost(error)
+            if lost is None:
                 raise
-            raise UserError(why) from error
+            raise lost from error
 
 
-def follow(ranks: RankGroup, learner: Learner) -> None:
+class RankShards:
+    """Checkpoints of which every rank writes its part, as `Saver` makes them."""
+
+    def __init__(self, leader: Leader, run_dir: Path, size: int) -> None:
+        self._leader, self._size = leader, size
+        self._writer = ShardWriter(run_dir, ShardFile(0, size))
+
+    def take(self, next_step: int) -> None:
+        self._leader.take_shards(next_step, self._writer)
+
+    def save(self, run_dir: Path, state: TrainerState, stop: threading.Event) -> None:
+        sharded.save(run_dir, state, self._writer, self._size, stop)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def follow(ranks: RankGroup, learner: Learner, writer: ShardWriter | None = None) -> None:
     """Carry out the first rank's commands until it says stop. Raises RuntimeError when that rank is gone."""
     while True:
         match msgspec.msgpack.decode(ranks.broadcast(), type=RankCommand):
@@ -183,5 +216,11 @@ def follow(ranks: RankGroup, learner: Learner) -> None:
                 deque(sharding.gather(its), maxlen=0)
             case GatherState():
                 deque(sharding.gather(learner.state().items()), maxlen=0)
+            case WriteState(next_step):
+                assert writer is not None, "rank zero found the run's directory to be shared"
+                writer.take(learner.state())
+                writer.write_beside(next_step)
             case StopRanks():
+                if writer is not None:
+                    writer.close()
                 return

@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from polyrl.engines.builtin import models, packed
+from polyrl.engines.builtin.long_attention import can_attend
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.engine import EngineError
 from polyrl.errors import UserError
@@ -86,6 +87,7 @@ class Policy:
             and getattr(config, "attn_logit_softcapping", None) is None
             and packed.find_flash()
         )
+        self._long = self._flash and can_attend(self.dtype, loaded.head_dim)
         self.compiled = compile_layers and self._flash  # without flash attention there are too many shapes to compile
         self._layers: list[Any] = list(self.model.model.layers)
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
@@ -180,7 +182,7 @@ class Policy:
         return work() if self._divided is None else self._divided.within(work)
 
     def _hidden(self, pack: Pack) -> Tensor:
-        layout = packed.lay_out(pack.lengths, self.device, flash=self._flash)
+        layout = packed.lay_out(pack.lengths, self.device, flash=self._flash, long=self._long)
         with self._checkpointing():
             hidden = self.model.model(
                 input_ids=self._send(pack.tokens).unsqueeze(0),

@@ -159,28 +159,27 @@ class Optimizer:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy a state into the optimizer and the model. Raises UserError if names or shapes do not fit the model;
         nothing is changed then. Only the state of an optimizer of your own is checked after the masters are copied."""
-        own = {key: one for key, one in state.items() if self._config.is_own and not key.startswith("master/")}
-        state = {key: one for key, one in state.items() if key not in own}
+        own = [key for key in state if self._config.is_own and not key.startswith("master/")]
         moments = {
             name: self._new_moments(master) for name, master in self._masters.items() if f"updates/{name}" in state
         }
         wanted = {f"master/{name}": one.detach() for name, one in self._masters.items()}
         for name, one in moments.items():
             wanted |= _flat(one, name)
-        found = {key: one for key, one in state.items() if not key.startswith("updates/")}
-        for key in sorted(found.keys() ^ wanted.keys()):
+        found = {key for key in state if not key.startswith("updates/")}.difference(own)
+        for key in sorted(found ^ wanted.keys()):
             what = "is not in the model" if key in found else "is missing"
             raise UserError(f"the optimizer's state does not fit the model: {key} {what}")
-        for key, value in found.items():
-            if value.shape != wanted[key].shape:
-                raise UserError(f"the optimizer's state does not fit the model: {key} is {list(value.shape)}")
-        for key, value in found.items():
-            wanted[key].copy_(sharding.like(value, wanted[key]))
+        for key, one in wanted.items():
+            if (shape := sharding.shape_of(state, key)) != tuple(one.shape):
+                raise UserError(f"the optimizer's state does not fit the model: {key} is {list(shape)}")
+        for key, one in wanted.items():
+            one.copy_(sharding.part_of(state, key, one))
         if self._config.is_own:
-            own_optimizer.restore(self._adamw, self._masters, own)
+            own_optimizer.restore(self._adamw, self._masters, {key: state[key] for key in own})
         else:
             self._restore(moments, state)
         self._round_into_model()

@@ -1,4 +1,5 @@
-"""Ranks: processes on one host that train one model together, each with a shard of it and a part of every batch.
+"""Ranks: processes on one or several nodes that train one model together, each with a shard of it and a part of every
+batch.
 
     ranks = Ranks.join(RankInfo(rank, size))     every process says which rank it is; returns when all are there
     ranks.broadcast(data)                    rank zero's bytes, at every rank
@@ -13,35 +14,56 @@ replica, and its answers come back, on two `RankLine`s, so that each replica can
 
 Rules kept here: ranks exchange bytes in tensors, which are never unpickled. These go over gloo on the CPU, practically
 without a timeout: between two steps the other ranks wait for rank zero, which waits for answers. A rank that is gone
-closes its connections, and a rank waiting for it fails at once. Tensors of the model travel by gloo between CPUs and by
-NCCL between GPUs, with one GPU per rank.
+closes its connections, and a rank waiting for it fails at once; a node that is gone closes none (run/rank_watch.py).
+Tensors of the model travel by gloo between CPUs and by NCCL between GPUs, with one GPU per rank. On one node nothing
+leaves it; between nodes all goes over the interface that leads to rank zero's node, unless the environment names
+another.
 
 Left out: the commands (leading.py), sharding a model (sharding.py), and starting the processes.
 """
 
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from polyrl.errors import UserError
+from polyrl.errors import UserError, one_line
 
 _PATIENCE = timedelta(days=365)
 _MEETING_S = 600.0
 """The timeout for all ranks to join, and for a pass that all ranks run together."""
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_MEETING_POINT = "tcp://"
 
 
 class RankInfo(NamedTuple):
     rank: int
     size: int
     meeting_point: str = ""
-    """A file that all ranks can reach. Empty: take the environment variables that torchrun sets."""
+    """A file that all ranks can reach, or tcp://HOST:PORT of rank zero's node. Empty: take the environment variables
+    that torchrun sets."""
+    local_rank: int | None = None
+    """The number of its GPU on its node; none: all ranks are on one node."""
+    local_size: int | None = None
+    """The number of ranks on its node."""
+    node: int = 0
+    num_nodes: int = 1
+
+    @property
+    def host(self) -> str:
+        """The address of rank zero's node; empty if all ranks are on one node."""
+        if self.num_nodes == 1:
+            return ""
+        if self.meeting_point:
+            return self.meeting_point.removeprefix(_MEETING_POINT).rpartition(":")[0].strip("[]")
+        return os.environ["MASTER_ADDR"]
 
 
 class Peers(Protocol):
@@ -125,6 +147,7 @@ class Ranks(RankGroup):
 
     def __init__(self, info: RankInfo, talk: dist.ProcessGroup) -> None:
         super().__init__(range(info.size), info.rank, talk)
+        self.info = info
         self.num_replicas, self.replica_number = 1, 0
         self.replica: RankGroup = self
         """The ranks that share this rank's copy of the model."""
@@ -135,12 +158,12 @@ class Ranks(RankGroup):
 
     @classmethod
     def join(cls, info: RankInfo) -> "Ranks":
-        for name, value in _LOOPBACK.items():  # all ranks are on this machine
-            os.environ.setdefault(name, value)
+        for name in _INTERFACES:
+            os.environ.setdefault(name, interface_to(info.host) if info.host else "lo")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         patience = timedelta(seconds=_MEETING_S)
         if info.meeting_point:
-            store = FileStore(info.meeting_point, info.size)
+            store = open_store(info)
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=patience)
         else:
             dist.init_process_group(backend, timeout=patience)
@@ -151,8 +174,8 @@ class Ranks(RankGroup):
     def use(self, device: str, num_replicas: int = 1) -> None:
         """Choose the device type, cpu or cuda, and divide the ranks. Raises UserError if GPUs are too few."""
         if device == "cuda":
-            check_gpus(self.size)
-            self.device = torch.device(device, self.rank)
+            check_gpus(self.size if self.info.local_size is None else self.info.local_size)
+            self.device = torch.device(device, self.rank if self.info.local_rank is None else self.info.local_rank)
             torch.cuda.set_device(self.device)
         per = self.size // num_replicas
         mesh = init_device_mesh(device, (num_replicas, per), mesh_dim_names=("replica", "shard"))
@@ -195,11 +218,42 @@ class Ranks(RankGroup):
             dist.destroy_process_group()
 
 
+def open_store(info: RankInfo, *, timeout_s: float = _MEETING_S) -> Store:
+    """Return the place where ranks leave each other addresses. Raises UserError if its port is taken; RuntimeError if
+    rank zero's node does not answer in time."""
+    if not info.meeting_point.startswith(_MEETING_POINT):
+        return FileStore(info.meeting_point, info.size)
+    host, _, port = info.meeting_point.removeprefix(_MEETING_POINT).rpartition(":")
+    patience, is_first = timedelta(seconds=timeout_s), info.rank == 0
+    try:
+        return TCPStore(host.strip("[]"), int(port), None, is_first, patience, False, multi_tenant=True)
+    except RuntimeError as error:
+        if is_first:
+            raise UserError(f"--meet {host}:{port}: this node cannot listen there: {one_line(error)}") from error
+        raise
+
+
+def interface_to(host: str) -> str:
+    """Return the name of the interface by which this node reaches another one, or has that address itself. Raises
+    UserError."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing: only the way there is looked up
+            ours = probe.getsockname()[0]
+    except OSError as error:
+        raise UserError(f"{host}, the first node: cannot be reached from here: {error.strerror}") from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == ours for one in addresses):
+            return name
+    raise UserError(f"{host}: no interface of this node has {ours}, the address from which that would be reached")
+
+
 def check_gpus(num_ranks: int) -> None:
     num = torch.cuda.device_count()
     if num_ranks > num:
         raise UserError(
-            f"train.ranks: {num_ranks} ranks and {num} GPUs; expected a GPU for each rank, or model.device=cpu"
+            f"train.ranks: {num_ranks} ranks and {num} GPUs on this node; expected a GPU for each, or model.device=cpu"
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from polyrl.errors import UserError
+from polyrl.errors import RankLost, UserError
 from polyrl.trainer.batch import TrainGroup, encode_groups, first_sequences
 from polyrl.trainer.devices import Devices, TurnClock
 from polyrl.trainer.leading import Add, Begin, Finish, StopRanks
@@ -95,9 +95,9 @@ class OwnReplica:
 
 
 class FarReplica:
-    """A replica in other processes. `lost` returns which rank is gone, in one line, or None if no rank is."""
+    """A replica in other processes. `lost` returns which rank is gone, or None if no rank is."""
 
-    def __init__(self, lines: RankLines, worker: str, lost: Callable[[RuntimeError], str | None]) -> None:
+    def __init__(self, lines: RankLines, worker: str, lost: Callable[[RuntimeError], RankLost | None]) -> None:
         self.worker = worker
         self.turn = TurnClock()
         self.turn.begin()  # until an engine is there, nothing else uses its devices
@@ -161,8 +161,8 @@ class FarReplica:
     def _fail(self, answer: Future[None], error: RuntimeError) -> None:
         if answer.done():
             return
-        why = self._lost(error)
-        answer.set_exception(error if why is None else UserError(why))
+        lost = self._lost(error)
+        answer.set_exception(error if lost is None else lost)
 
 
 class Replicas:

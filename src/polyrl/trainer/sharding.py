@@ -10,7 +10,8 @@ theirs. Gradients of ranks are summed, not averaged. They are divided once, when
 rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,30 @@ from polyrl.trainer.ranks import RankGroup
 
 Tensor = torch.Tensor
 T = TypeVar("T")
+
+
+class StoredTensors(Mapping[str, Tensor], ABC):
+    """Tensors on disk, which a rank reads its own rows of (state/sharded.py). `[name]` reads one whole."""
+
+    @abstractmethod
+    def under(self, prefix: str) -> "StoredTensors":
+        """Return those whose names begin so, by the rest of their names."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def part(self, name: str, other: Tensor) -> Tensor:
+        """Return this rank's rows, with the dtype, the device and the sharding of another tensor."""
+
+
+def shape_of(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return state.shape(name) if isinstance(state, StoredTensors) else tuple(state[name].shape)
+
+
+def part_of(state: Mapping[str, Tensor], name: str, other: Tensor) -> Tensor:
+    """Return a copy of a tensor, or of this rank's rows of it, as `other` has them."""
+    return state.part(name, other) if isinstance(state, StoredTensors) else like(state[name], other)
 
 
 class WholeEnds(torch.nn.Module):
@@ -74,6 +99,14 @@ def part_like(rows: Tensor, other: Tensor) -> Tensor:
     return DTensor.from_local(rows, other.device_mesh, other.placements, **kind)
 
 
+def first_row(tensor: Tensor) -> int:
+    """Return the number of the first row that this rank has of a sharded tensor."""
+    assert isinstance(tensor, DTensor)
+    mesh = tensor.device_mesh
+    rows = -(-tensor.shape[0] // mesh.size())  # as torch.chunk splits
+    return min(mesh.get_local_rank() * rows, tensor.shape[0])
+
+
 def rows_of(tensor: Tensor) -> Tensor:
     """Return this rank's rows of a tensor; all of them, if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -98,8 +131,6 @@ def like(value: Tensor, other: Tensor) -> Tensor:
     kind: dict[str, Any] = {"device": other.device, "dtype": other.dtype}
     if not isinstance(other, DTensor):
         return value.to(**kind, copy=True)
-    mesh = other.device_mesh
-    rows = -(-value.shape[0] // mesh.size())  # as torch.chunk splits
-    first = min(mesh.get_local_rank() * rows, value.shape[0])
-    part = value[first : first + rows].to(**kind, copy=True)
+    first = first_row(other)
+    part = value[first : first + other.to_local().shape[0]].to(**kind, copy=True)
     return part_like(part, other)

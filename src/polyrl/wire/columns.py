@@ -33,6 +33,8 @@ _least, _most = np.minimum.reduce, np.maximum.reduce
 """As `min` and `max` of an array, without what these do in Python first: half of their time where a frame is small."""
 _FEW = 8
 """Up to this number of cells, numpy takes longer to start than it saves."""
+_FEW_CELLS = 160
+"""Up to this number, ids are compared with a vocabulary by their bytes."""
 
 MAX_LOGPROB = 1e-3
 """Rounding in an engine's softmax may lift a certain token's log-probability a little above 0."""
@@ -133,8 +135,8 @@ class Vocabulary:
         self._empty = tuple(range(self._place + 1, 4))
 
     def holds(self, cells: bytes) -> bool:
-        """Whether all ids of these cells are its own. By their bytes: numpy takes longer for the few of a frame."""
-        if cells[self._place :: CELL_BYTES].translate(None, self._surely_below):
+        """Whether all ids of these cells are its own. Numpy takes longer than bytes do where cells are few."""
+        if len(cells) > _FEW_CELLS * CELL_BYTES or cells[self._place :: CELL_BYTES].translate(None, self._surely_below):
             return bool(_most(np.frombuffer(cells, _UNSIGNED)[::2]) < self.size)  # below 0 is a large number here
         for place in self._empty:  # noqa: SIM110  a generator takes twice as long
             if cells[place::CELL_BYTES].strip(b"\0"):

@@ -34,6 +34,8 @@ class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     slots: Annotated[int, Meta(ge=1, le=1_000_000)]
     spot: bool = False
     num_devices: Annotated[int, Meta(ge=1, le=4096)] = 1
+    planned: bool = False
+    """The run has started it, and plans how wide its engine is."""
     price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     kv_tokens: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
     version: Annotated[int, Meta(ge=0, le=1 << 50)] | None = None

@@ -540,6 +540,14 @@ class StepReported(Frame, frozen=True, tag="step"):
     line: StepLine
 
 
+class WidthPlanned(Frame, frozen=True, tag="width"):
+    """The trainer is to run the engines that it started with this tensor parallelism. Said again after every break."""
+
+    tensor_parallel: int
+    num_engines: int
+    why: str
+
+
 class FleetAdvised(Frame, frozen=True, tag="advice"):
     num_workers: int
     why: str
@@ -555,6 +563,7 @@ ToTrainer = (
     | DataEnded
     | StepReported
     | FleetAdvised
+    | WidthPlanned
     | Ack
     | Release
 )

@@ -55,6 +55,8 @@ class WorkerOptions(NamedTuple):
     spot: bool = False
     price_usd_per_hour: float = 0.0
     num_devices: int = 1
+    planned: bool = False
+    """The run plans how wide its engine is."""
     drain_deadline_s: float = 25.0
     """After a signal, everything is handed over within this time, or we leave without."""
     give_up_after_s: float = 600.0
@@ -320,6 +322,7 @@ class WorkerAgent:
             slots=self._info.slots,
             spot=self._options.spot,
             num_devices=self._options.num_devices,
+            planned=self._options.planned,
             price_usd_per_hour=self._options.price_usd_per_hour,
             kv_tokens=self._info.kv_tokens,
             version=self._installer.version,

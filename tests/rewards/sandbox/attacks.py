@@ -50,6 +50,18 @@ RESOURCES = {
         """,
         *ENDED,
     ),
+    "outliving others when memory is short": attack(
+        """
+        import os
+        before = open("/proc/self/oom_score_adj").read().strip()
+        try:
+            os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"0")
+        except OSError:
+            pass
+        if before != "1000" or open("/proc/self/oom_score_adj").read().strip() != "1000":
+            print("ESCAPED")
+        """
+    ),
     "disk filler": attack(
         """
         import os

@@ -45,7 +45,7 @@ export function seconds(value) {
 }
 
 export const dollars = (value) =>
-  value === null || value === undefined ? "–" : `$${value >= 1 || value === 0 ? value.toFixed(2) : value.toFixed(4)}`;
+  value === null || value === undefined ? "–" : `$${value >= 0.1 || value === 0 ? value.toFixed(2) : value.toFixed(4)}`;
 
 /** A table: titles, where a title that ends with # is a column of numbers, and rows of cells. */
 export function table(caption, titles, rows) {

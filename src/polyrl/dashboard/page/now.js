@@ -6,15 +6,17 @@ import { dollars, h, number, seconds, shown, table } from "./dom.js";
 
 export function open(place, state) {
   const cards = h("div", { class: "cards" });
+  const slow = h("section", { "aria-label": "What holds the run up" });
+  const time = h("section", { "aria-label": "Where the time goes" });
   const alarms = h("section", { "aria-label": "Alarms" });
   const findings = h("section", { "aria-label": "Who waits for whom" });
   const rounds = h("section", { "aria-label": "Open rounds" });
   const waits = h("section", { "aria-label": "Waits" });
   const curve = h("div"), title = h("h2", {}, "Mean reward");
-  place.append(cards, alarms, h("div", { class: "two" },
-    h("div", {}, h("h2", {}, "Why it is where it is"), findings, h("h2", {}, "Open rounds"), rounds),
+  place.append(cards, alarms, slow, time, h("div", { class: "two" },
+    h("div", {}, h("h2", {}, "At this moment"), findings, h("h2", {}, "Open rounds"), rounds),
     h("div", {}, title, curve, waits)));
-  let chart = null, drawn = -1, told = "[]";
+  let chart = null, drawn = -1, told = "[]", held = "";
 
   async function drawCurve(run, steps) {
     if (steps === drawn || steps === 0) return;
@@ -37,14 +39,17 @@ export function open(place, state) {
         card("seconds a step", number(now.headlines.time), `${number(now.headlines["tok/s"])} tokens/s trained`),
         card("answer length", number(now.headlines.len), `longest ${number(now.headlines.longest)}`),
         card("workers", status ? String(status.workers.length) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
-        card("spent", dollars(now.headlines.usd ?? status?.ledger?.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
+        card("spent", dollars(now.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
       );
       const raised = JSON.stringify(now.alarms);
-      if (raised !== told) alarms.replaceChildren(...(now.alarms.length ? [h("h2", {}, `Alarms (${now.alarms.length})`)] : []),
-        ...now.alarms.map((one) => h("div", { class: "alarm", role: "alert" }, h("b", {}, one.name), ": ", shown(one.what), h("div", { class: "quiet" }, "What to do: ", shown(one.do)))));
+      if (raised !== told) alarms.replaceChildren(...(now.alarms.length ? [h("h2", {}, `Alarms (${now.alarms.length})`)] : []), ...now.alarms.map((one) => problem("alarm", one.name, one)));
       told = raised; // said once: a screen reader reads an alarm whenever it is put there
+      const holds = JSON.stringify(now.slow);
+      if (holds !== held) slow.replaceChildren(...(now.slow ? [h("h2", {}, "What holds it up"), problem("alarm slow", "", now.slow)] : []));
+      held = holds;
+      time.replaceChildren(...timeOf(now.time));
       findings.replaceChildren(...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
-      rounds.replaceChildren(...(status?.rounds ?? []).map(round), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
+      rounds.replaceChildren(...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
       waits.replaceChildren(status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.slice(0, 12).map((one) => [
         one.what, one.of, seconds(one.age_s), one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
       ])) : "");
@@ -53,16 +58,34 @@ export function open(place, state) {
   };
 }
 
+/** What was seen, why, what it costs and what to do. */
+const problem = (kind, name, one) => h("div", { class: kind, role: "alert" }, name ? [h("b", {}, name), ": "] : null, name ? shown(one.what) : h("b", {}, shown(one.what)),
+  h("dl", { class: "facts" }, [["why", one.why], ["costs", one.costs], ["what to do", one.do]].filter(([, text]) => text).map(([word, text]) => [h("dt", {}, word), h("dd", {}, shown(text))])));
+
+/** Where the trainer's time of the newest steps went, as a bar and in words. */
+function timeOf(parts) {
+  if (!parts.length) return [];
+  const some = parts.filter((one) => one.share >= 0.005), words = some.map((one) => `${one.words} ${Math.round(100 * one.share)}%`);
+  const bar = h("div", { class: "timebar", role: "img", "aria-label": `The trainer's time: ${words.join(", ")}` }, some.map((one) => {
+    const piece = h("i", { class: `u-${one.name.replace(" ", "-")}`, title: `${one.words}: ${seconds(one.seconds)}, ${Math.round(100 * one.share)}%` });
+    piece.style.flexGrow = String(100 * one.share);
+    return piece;
+  }));
+  return [h("h2", {}, "Where the trainer's time goes"), bar, h("div", { class: "legend" }, some.map((one) => h("span", {}, h("i", { class: `u-${one.name.replace(" ", "-")}` }),
+    `${one.words} ${Math.round(100 * one.share)}% · ${seconds(one.seconds)}${one.usd >= 0.005 ? ` · ${dollars(one.usd)}` : ""}`)))];
+}
+
 const card = (title, value, note) => h("div", { class: "card" }, h("span", {}, title), h("b", {}, shown(String(value))), h("span", {}, shown(note)));
 
 const finding = (one) => h("div", { class: `finding ${one.needs_help ? "help" : "ok"}` }, shown(one.what),
   one.then && h("div", { class: "quiet" }, "Next, by itself: ", shown(one.then)),
   one.do && h("div", {}, "What to do: ", shown(one.do)));
 
-function round(one) {
+function round(one, deferred) {
   const label = `round ${one.step} (${one.kind}), ${seconds(one.age_s)}: ${one.groups_delivered} of ${one.groups} groups delivered`;
   return h("div", {}, h("label", {}, label, h("progress", { max: String(Math.max(1, one.groups)), value: String(one.groups_delivered), "aria-label": label })),
     h("p", { class: "quiet" }, `samples: ${one.samples_waiting} waiting, ${one.samples_running} running, ${one.samples_generated} generated`,
+      deferred ? `; ${number(deferred)} prompts are deferred to a long round` : "",
       one.episodes_playing || one.episodes_unhosted ? `; episodes: ${one.episodes_playing} with their environment, ${one.episodes_unhosted} without a host` : "",
       one.longest_on ? `; the longest has ${number(one.longest_tokens)} tokens, on ${one.longest_on}` : ""));
 }

@@ -113,11 +113,14 @@ export function open(place, state) {
     const prompt = sample.prompt_number === null ? null : h("button", { type: "button", onclick: () => across(sample) }, "this prompt in all steps");
     const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name.length > 80 ? `${name.slice(0, 80)}…` : name), " ", number(value)));
     const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : null;
+    const origin = h("div", { class: "origin" });
+    if (sample.prompt_number !== null) get("row", { run: state.run, domain: sample.domain, prompt: sample.prompt_number }).then((row) => origin.replaceChildren(...rowOf(row)), () => {});
     detail.replaceChildren(
       h("div", { class: "top" },
         h("b", { class: `reward ${paid(sample.reward)}` }, sample.reward === null ? "not scored" : `reward ${number(sample.reward, 4)}`), parts,
         h("div", { class: "quiet" }, `step ${sample.step} · ${sample.name} · ${sample.state} · ${number(sample.tokens)} tokens · ${sample.finish} · version ${sample.versions.join(", ")} · `, shown(sample.workers.join(", "))),
         h("div", { class: "tools" }, h("label", {}, "colour ", colour), legend, mark, against, story, prompt)),
+      origin,
       h("div", { class: "body" }, sample.sequences.map((spans, place) => [
         sample.sequences.length > 1 ? h("h2", {}, `training sequence ${place + 1} of ${sample.sequences.length}`) : null,
         spans.map((span) => drawSpan(span, sample, colouring, spans.length)),
@@ -177,6 +180,17 @@ export function open(place, state) {
       return true;
     },
   };
+}
+
+/** The row that the prompt was made of: the expected answer in view, the other columns behind a click. */
+function rowOf(row) {
+  const fields = Object.entries(row.fields);
+  return [
+    row.trouble ? h("p", { class: "quiet" }, shown(row.trouble)) : null,
+    row.expected ? h("p", {}, h("span", { class: "quiet" }, "expected answer "), h("code", {}, shown(row.expected))) : null,
+    fields.length ? h("details", {}, h("summary", {}, `the row (${fields.length} ${fields.length === 1 ? "column" : "columns"})`),
+      h("dl", {}, fields.map(([name, value]) => [h("dt", {}, shown(name)), h("dd", {}, shown(value))]))) : null,
+  ].filter((one) => one);
 }
 
 function drawSpan(span, sample, colouring, numSpans) {

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding, silu
 from polyrl.engines.builtin.attention import AttentionStep, PagedKeysAndValues, attend_parts
 from polyrl.engines.builtin.model_config import FIXED_ROTATIONS
 
-_PLAIN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+PLAIN_DECODERS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 Tensor = torch.Tensor
 _reorder: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
@@ -104,7 +104,7 @@ class Decoder:
                 order=self._order(),
             ),
             head_norm,
-            _window(attention),
+            window_of(attention),
             _merge([attention.o_proj]),
             _merge([mlp.gate_proj, mlp.up_proj], norm=layer.post_attention_layernorm.weight),
             _merge([mlp.down_proj]),
@@ -160,7 +160,7 @@ class Decoder:
         return torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
-def _window(attention: Any) -> int | None:
+def window_of(attention: Any) -> int | None:
     """Mistral's modules look it up as they run, Qwen's know it, and Llama's have none, whatever is configured."""
     if type(attention).__name__ == "MistralAttention":
         return attention.config.sliding_window
@@ -199,7 +199,7 @@ def can_pack() -> bool:
 
 def _is_plain(model: Any) -> bool:
     parameter = next(model.parameters())
-    if type(model).__name__ not in _PLAIN or (parameter.dtype, parameter.device.type) != (torch.float32, "cpu"):
+    if type(model).__name__ not in PLAIN_DECODERS or (parameter.dtype, parameter.device.type) != (torch.float32, "cpu"):
         return False
     config = model.config.get_text_config()
     if not can_pack() or config.hidden_act != "silu" or model.model.rotary_emb.rope_type not in FIXED_ROTATIONS:

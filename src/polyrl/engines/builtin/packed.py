@@ -3,9 +3,10 @@
 The modules are the engine's own, with the engine's own parameters: a forward call that passes `pack` trains, one that
 passes `step` decodes. `lay_out` says once, for all layers, where the samples of a pack lie.
 
-On a GPU in half precision that is a list of borders, for torch's varlen flash attention. Elsewhere samples of about
-equal length are gathered into *buckets*, padded to their longest within attention alone. Padding comes after a sample's
-last token, so that no real token can see it: a bucket needs no mask.
+On a GPU in half precision that is a list of borders, for torch's varlen flash attention, or for cuDNN's where all
+samples are long (long_attention.py). Elsewhere samples of about equal length are gathered into *buckets*, padded to
+their longest within attention alone. Padding comes after a sample's last token, so that no real token can see it: a
+bucket needs no mask.
 """
 
 import inspect
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from polyrl.engines.builtin.long_attention import LONG_TOKENS, attend_long
 
 Tensor = torch.Tensor
 
@@ -29,6 +32,8 @@ class Borders(NamedTuple):
     first_rows: Tensor
     """(samples + 1,): int32."""
     longest: int
+    on_host: Tensor | None = None
+    """The same in the host's memory, if the samples are long enough for long_attention.py."""
 
 
 class Bucket(NamedTuple):
@@ -49,12 +54,14 @@ class Buckets(NamedTuple):
 SampleLayout = Borders | Buckets
 
 
-def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool) -> SampleLayout:
-    """`lengths` of the samples in the order of their rows."""
+def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool, long: bool = False) -> SampleLayout:
+    """`lengths` of the samples in the order of their rows; `long`: cuDNN can take long ones."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     if flash:
         borders = np.concatenate([[0], ends]).astype(np.int32)
-        return Borders(torch.from_numpy(borders).to(device, non_blocking=True), max(lengths))
+        are_long = min(lengths) >= LONG_TOKENS and long
+        on_host = torch.from_numpy(borders.astype(np.int64)) if are_long else None
+        return Borders(torch.from_numpy(borders).to(device, non_blocking=True), max(lengths), on_host)
     sizes: list[Bucket] = []
     there: list[np.ndarray[Any, np.dtype[np.int64]]] = []
     back = np.empty(int(ends[-1]), np.int64)
@@ -95,6 +102,8 @@ def attend(
     query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, Borders):
+        if layout.on_host is not None and window is None:
+            return attend_long(query, key, value, layout.on_host, scale)[0].unsqueeze(0)
         return flash(query, key, value, layout, layout, scale, window).unsqueeze(0)
     gathered = [_Move.apply(one, layout.there, layout.back) for one in (query, key, value)]
     outs: list[Tensor] = []

@@ -165,6 +165,10 @@ def _greet(run: Run, session: TrainerSession) -> None:
         session.say(frames.StepReported(desk.state.last_line))
     if desk.state.data_ended_at is not None:
         session.say(frames.DataEnded(desk.state.data_ended_at))
+    width = desk.state.parallelism.width
+    if width:
+        num = max(1, desk.config.parallelism.num_devices // width)
+        session.say(frames.WidthPlanned(width, num, "as was planned before"))
     for round_ in desk.rounds.values():
         missing = [desk.groups[one] for one in round_.groups if one not in run.payload.prompts]
         plans = tuple(c.PlannedGroup(one.id, one.domain, one.prompt, one.epoch, one.num_samples) for one in missing)

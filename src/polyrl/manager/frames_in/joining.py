@@ -162,6 +162,7 @@ def tell_joined(run: Run, session: WorkerSession) -> None:
             spot=facts.spot,
             local=facts.local,
             num_devices=facts.num_devices,
+            planned=facts.planned,
             price_usd_per_hour=facts.price_usd_per_hour,
             kv_tokens=facts.kv_tokens,
             version=None if facts.version is None or fetches else Version(facts.version),

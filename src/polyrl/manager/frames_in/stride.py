@@ -40,6 +40,8 @@ class Stride:
         self._offsets = _after(frame.offsets, frame.counts)
         self._room = max_tokens - max(columns.unpack_column("I", self._offsets))
         """Tokens until the first of the samples reaches its cap."""
+        self._numbers: list[int] | None = None
+        """The offsets, once somebody has asked for one."""
         self._standing = _standing(worker)
         self._counts: list[bytes] = []
         self._cells: list[bytes] = []
@@ -64,7 +66,7 @@ class Stride:
             return False
         columns.check_cells(frame.cells, vocabulary)
         self._room -= most
-        self._offsets = _after(frame.offsets, frame.counts)
+        self._offsets, self._numbers = _after(frame.offsets, frame.counts), None
         self._counts.append(frame.counts)
         self._cells.append(frame.cells)
         if len(self._cells) == _MAX_FRAMES:
@@ -72,8 +74,10 @@ class Stride:
         return True
 
     def num_tokens(self, row: int) -> int:
-        """Return the number of tokens of a row's text, with those that wait."""
-        return int.from_bytes(self._offsets[4 * row : 4 * row + 4], "little")
+        """Return the number of tokens of a row's text, with those that wait. Where one row is asked for, all are."""
+        if self._numbers is None:
+            self._numbers = columns.unpack_column("I", self._offsets)
+        return self._numbers[row]
 
     def end(self) -> None:
         """End the stride: its texts are whole, and go on without it."""

@@ -116,12 +116,14 @@ class _Queue(WebSocketDataQueue):
 
     def feed_data(self, data: Any, size: int) -> None:
         """Take a message from the reader. `take` must not raise: aiohttp would drop it."""
-        if self.reader is not None and data.type is _BINARY:
-            self.reader.num_ended += size + _HEAD_BYTES
-        take = self.take
-        if take is None or self.is_behind or data.type is not _BINARY or not take(data.data):
-            self.is_behind = True
-            super().feed_data(data, size)
+        if data.type is _BINARY:
+            if (reader := self.reader) is not None:
+                reader.num_ended += size + _HEAD_BYTES
+            take = self.take
+            if take is not None and not self.is_behind and take(data.data):
+                return
+        self.is_behind = True
+        super().feed_data(data, size)
 
 
 class Inlet(web.WebSocketResponse):

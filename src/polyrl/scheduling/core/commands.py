@@ -259,7 +259,7 @@ class AdviseFleet(CommandStruct, frozen=True, tag=True):
 
 
 class Reshape(CommandStruct, frozen=True, tag=True):
-    """Run the local engines with this tensor parallelism. The old ones leave, the new ones join."""
+    """Run the planned engines with this tensor parallelism. The old ones leave, the new ones join."""
 
     tensor_parallel: int
     replicas: int

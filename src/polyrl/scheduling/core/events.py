@@ -34,6 +34,8 @@ class WorkerJoined(EventStruct, frozen=True, tag=True):
     local: bool = False
     """It runs on the trainer's own devices and holds every version the moment it is published."""
     num_devices: int = 1
+    planned: bool = False
+    """The run has started it, and plans how wide its engine is."""
     price_usd_per_hour: float = 0.0
     kv_tokens: int = 0
     """Tokens that fit into its cache; 0 when it does not say."""

@@ -91,6 +91,8 @@ class Worker(Struct):
     kv_tokens: int
     since: Seconds
     """Up to when its seconds are in the ledger."""
+    planned: bool = False
+    """The run plans how wide its engine is (reshaping.py)."""
     state: WorkerState = "waiting"
     duty: WorkerDuty = "generating"
     version: Version = NO_VERSION

@@ -10,7 +10,6 @@ that was reported, so no worker is given up sooner or later for it.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from polyrl.ids import LeaseId, Seconds
 from polyrl.scheduling.core.desk import Desk
@@ -68,7 +67,8 @@ def _progressed(desk: Desk, worker: Worker, first: LeaseId, runs: Sequence[int],
         if lease < first or lease >= until or gain <= 0:
             continue
         sample = desk.leases[lease]
-        most = max(most, note_tokens(desk, sample, sample.num_tokens + gain))
+        gained = note_tokens(desk, sample, sample.num_tokens + gain)
+        most = gained if gained > most else most
     if most:
         balancing.learn_speed(worker, len(worker.leases), most, now)
         if worker.earned < worker.slots:
@@ -78,13 +78,17 @@ def _progressed(desk: Desk, worker: Worker, first: LeaseId, runs: Sequence[int],
 def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
     """The first lease, and then for each run of leases with the same gain how far it reaches and what that is."""
     runs: list[int] = []
-    first = at = -1
-    for gain, leases in groupby(gains, key=lambda one: one[1]):
-        numbers = [lease for lease, _ in leases]
+    first = at = last = -1
+    its = 0
+    for lease, gain in gains:
         if first < 0:
-            first = at = numbers[0]
-        runs += (numbers[-1] + 1 - at, gain)
-        at = numbers[-1] + 1
+            first = at = lease
+        elif gain != its:
+            runs += (last + 1 - at, its)
+            at = last + 1
+        last, its = lease, gain
+    if first >= 0:
+        runs += (last + 1 - at, its)
     return (first, *runs)
 
 

@@ -40,7 +40,7 @@ def leave(desk: Desk, sample: TrackedSample, now: Seconds, *, stop: str = "", nu
 
 
 def stop(desk: Desk, sample: TrackedSample, round_: Round, why: str, now: Seconds) -> None:
-    """End an episode that is no longer wanted, as far as its host is concerned. Does nothing to other samples."""
+    """End an episode that is no longer wanted, as far as its host is concerned."""
     if sample.state == "unhosted":
         round_.num_unhosted -= 1
     elif sample.state == "playing":

@@ -119,7 +119,8 @@ def _first_fresh(samples: dict[SampleId, TrackedSample], round_: Round) -> Track
     fresh = round_.fresh
     while fresh:
         sample = samples.get(fresh[-1])
-        if sample is not None and sample.num_tokens == 0 and _waits_here(sample):
+        # As `_waits_here`, without a call: every sample comes this way.
+        if sample is not None and sample.num_tokens == 0 and sample.state == "waiting" and not sample.num_failures:
             return sample
         fresh.pop()
     return None
@@ -144,8 +145,6 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     sample.lease = lease
     sample.worker = seat
     sample.seen_tokens = -1
-    had_it = sample.host >= 0 and sample.writer == seat and num_tokens == sample.call_start
-    """The worker answered the episode's last call, and has what it computed then."""
     if round_.returning:
         _forget_return(round_, sample)
     sample.target = -1
@@ -159,13 +158,16 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     round_.num_leased += 1
     desk.router.update(worker)
     why = "with its siblings" if group.prefix_worker == seat else "least loaded"
-    why = "it answered the last call" if had_it else why
     group.prefix_worker = seat
+    again, end = num_tokens, desk.max_new_tokens
+    if sample.host >= 0:
+        end = sample.call_end
+        if sample.writer == seat and num_tokens == sample.call_start:  # it has what it computed then
+            why, again = "it answered the last call", 0
     if not worker.local and state.clock.first_remote_at is None and round_ is not desk.asked:
         state.clock.first_remote_at = now
-    if num_tokens and not had_it:
-        desk.ledger.tokens_reprefilled += num_tokens
-    end = desk.max_new_tokens if sample.host < 0 else sample.call_end
+    if again:
+        desk.ledger.tokens_reprefilled += again
     desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, end, why))
 
 
@@ -321,7 +323,8 @@ def discard_sample(
     desk: Desk, sample: TrackedSample, round_: Round, cause: DiscardCause, why: str, now: Seconds
 ) -> None:
     """End a sample untrained, wherever it stands; abort it if it runs. Scoring is cancelled by the caller's part."""
-    hosting.stop(desk, sample, round_, why, now)
+    if sample.host >= 0 or sample.state == "unhosted":
+        hosting.stop(desk, sample, round_, why, now)
     if sample.state == "waiting":
         stop_waiting(round_, sample)
     elif sample.lease != NO_LEASE:

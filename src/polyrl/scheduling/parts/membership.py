@@ -46,6 +46,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         spot=event.spot,
         local=event.local,
         num_devices=event.num_devices,
+        planned=event.planned,
         kv_tokens=event.kv_tokens,
         since=now,
         version=NO_VERSION if unknown or event.version is None else event.version,

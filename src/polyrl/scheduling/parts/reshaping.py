@@ -1,9 +1,12 @@
-"""Putting the parallelism plan into force: before a round opens, the local engines get the width that suits its kind.
+"""Putting the parallelism plan into force: before a round opens, engines get the width that suits its kind.
 
 Rules kept here: it is decided when a step is trained, for the kind of round that comes next, so that the change is made
-while the new version is published. Engines are reshaped only while none of them holds a sample, so nothing is lost; the
-old ones leave the fleet at once and the driver joins the new ones. The engines' reports count too: a round in which
-more samples than before were thrown out of the cache rules narrower engines out, four calm ones let them in again.
+while the new version is published. The engines' reports count too: a round in which more samples than before were
+thrown out of the cache rules narrower engines out, four calm ones let them in again.
+
+The trainer's own engines are reshaped only while none of them holds a sample; the old ones leave the fleet at once, and
+the driver joins the new ones. Engines of the fleet are drained by whoever started them, as any worker that leaves: what
+they write goes on elsewhere. Until the new ones have joined the command may be repeated, and changes nothing then.
 """
 
 from polyrl.ids import Seconds
@@ -14,6 +17,7 @@ from polyrl.scheduling.core.samples import Round, RoundKind
 from polyrl.scheduling.parts import membership
 from polyrl.scheduling.rules import parallelism
 from polyrl.scheduling.rules.parallelism import (
+    DecodeSpeed,
     LocalDevices,
     ParallelismPlan,
     PreemptionWatch,
@@ -27,7 +31,7 @@ _MIN_OBSERVED = 256
 
 def round_opened(desk: Desk, round_: Round) -> None:
     """Put down what the round is expected to take on the engines as they are."""
-    local = desk.state.fleet.local()
+    local = _planned(desk)
     if not desk.config.parallelism.enabled or not local:
         return
     _note(desk, round_, local)
@@ -35,8 +39,8 @@ def round_opened(desk: Desk, round_: Round) -> None:
 
 
 def step_trained(desk: Desk, round_: Round, now: Seconds) -> None:
-    """Learn from the round, and reshape the local engines if the plan for the next one is another."""
-    local = desk.state.fleet.local()
+    """Learn from the round, and reshape the engines if the plan for the next one is another."""
+    local = _planned(desk)
     if not desk.config.parallelism.enabled or not local or round_.num_planned == 0:
         return
     _note(desk, round_, local)
@@ -45,7 +49,14 @@ def step_trained(desk: Desk, round_: Round, now: Seconds) -> None:
     _note_rewards(desk, round_)
     _hear_preemptions(desk, round_, local)
     plan = _plan(desk, desk.planner.next_kind(desk.state.tail), local)
-    if plan is None or plan.tp == local[0].num_devices or any(worker.leases for worker in local):
+    if plan is None or plan.tp == _width(desk, local):
+        return
+    if desk.config.parallelism.engines == "fleet":
+        desk.state.parallelism.width = plan.tp
+        desk.state.parallelism.num_preemptions = 0
+        desk.commands.append(Reshape(plan.tp, plan.replicas, plan.why))
+        return
+    if any(worker.leases for worker in local):
         return
     for worker in local:
         desk.state.fleet.start_drain(worker, now)
@@ -54,11 +65,24 @@ def step_trained(desk: Desk, round_: Round, now: Seconds) -> None:
     desk.commands.append(Reshape(plan.tp, plan.replicas, plan.why))
 
 
+def _planned(desk: Desk) -> list[Worker]:
+    """Return the workers whose engines are planned."""
+    if desk.config.parallelism.engines == "local":
+        return desk.state.fleet.local()
+    return [one for one in desk.seats.values() if one.planned and one.state != "draining"]
+
+
+def _width(desk: Desk, local: list[Worker]) -> int:
+    """Return how wide the engines are, or are to become. What a worker says of itself counts only for local ones."""
+    config = desk.config.parallelism
+    return local[0].num_devices if config.engines == "local" else desk.state.parallelism.width or config.start_tp
+
+
 def _note(desk: Desk, round_: Round, local: list[Worker]) -> None:
     state = desk.state.parallelism
     state.num_samples_by_kind[round_.kind] = round_.num_planned
     if state.home_tp == 0:
-        state.home_tp = local[0].num_devices
+        state.home_tp = _width(desk, local)
 
 
 def _note_rewards(desk: Desk, round_: Round) -> None:
@@ -74,8 +98,8 @@ def _note_rewards(desk: Desk, round_: Round) -> None:
 
 def _plan(desk: Desk, kind: RoundKind, local: list[Worker]) -> ParallelismPlan | None:
     config, state = desk.config.parallelism, desk.state
-    work = _work(desk, kind, local)
-    if work is None or config.model is None or config.speed is None:
+    work, speed = _work(desk, kind, local), _speed(desk, local)
+    if work is None or config.model is None or speed is None:
         return None
     return parallelism.plan(
         config,
@@ -84,20 +108,20 @@ def _plan(desk: Desk, kind: RoundKind, local: list[Worker]) -> ParallelismPlan |
         work,
         shape=config.model,
         devices=_devices(desk, local),
-        speed=config.speed,
+        speed=speed,
         progress=_progress(desk, kind),
         kinds=("short",) if desk.config.rounds.tail_batching == "off" else ("short", "long"),
     )
 
 
 def _predict(desk: Desk, kind: RoundKind, local: list[Worker]) -> Seconds | None:
-    config, work = desk.config.parallelism, _work(desk, kind, local)
-    if work is None or config.model is None or config.speed is None:
+    config, work, speed = desk.config.parallelism, _work(desk, kind, local), _speed(desk, local)
+    if work is None or config.model is None or speed is None:
         return None
-    tp, devices = local[0].num_devices, _devices(desk, local)
+    tp, devices = _width(desk, local), _devices(desk, local)
     capacity = parallelism.capacity_tokens(config.model, tp, devices.memory_bytes, devices.fraction)
     return parallelism.round_time_s(
-        config.speed, _progress(desk, kind), work, tp=tp, replicas=len(local), capacity=capacity
+        speed, _progress(desk, kind), work, tp=tp, replicas=max(1, devices.num_devices // tp), capacity=capacity
     )
 
 
@@ -131,12 +155,34 @@ def _hear_preemptions(desk: Desk, round_: Round, local: list[Worker]) -> None:
     state.num_preemptions = total
     watch = state.watches.setdefault(round_.kind, PreemptionWatch())
     allowed = parallelism.tensor_parallel_sizes(config.model, _devices(desk, local))
-    advice = watch.after_round(local[0].num_devices, share, allowed=allowed)
-    if advice.tp != local[0].num_devices:
+    width = _width(desk, local)
+    advice = watch.after_round(width, share, allowed=allowed)
+    if advice.tp != width:
         state.min_tp_by_kind[round_.kind] = advice.tp
 
 
 def _devices(desk: Desk, local: list[Worker]) -> LocalDevices:
     config = desk.config.parallelism
-    num = sum(worker.num_devices for worker in local)
+    num = config.num_devices or sum(worker.num_devices for worker in local)
     return LocalDevices(num, int(config.memory_gb * 1e9), config.memory_fraction, config.max_tp)
+
+
+def _speed(desk: Desk, local: list[Worker]) -> DecodeSpeed | None:
+    """Return the speed of one device, as configured or, of the fleet's engines, as measured; None if it is unknown."""
+    config = desk.config.parallelism
+    if config.speed is not None or config.engines == "local":
+        return config.speed
+    for worker in local:
+        alone, full = worker.speed.step_s(1.0), worker.speed.step_s(float(worker.slots))
+        if alone is None or full is None or alone <= 0.0:
+            continue
+        widened = _width(desk, local) ** config.tp_exponent
+        per_sample = max(0.0, (full - alone) / max(1, worker.slots - 1))
+        fixed = max(alone - per_sample, alone / 2.0)
+        return DecodeSpeed(
+            fixed_s=fixed * widened,
+            per_sample_s=per_sample * widened,
+            per_context_token_s=0.0,
+            tp_exponent=config.tp_exponent,
+        )
+    return None

@@ -26,12 +26,12 @@ Left out: prefill, queueing inside an engine, and whether to plan at all (`enabl
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from polyrl.ids import Seconds
-from polyrl.scheduling.core.bounds import AtLeastOne, Bytes, NotNegative, Positive, Share
+from polyrl.scheduling.core.bounds import AtLeastOne, Bytes, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.commands import RoundKind
 
 Survival = Callable[[float], float]
@@ -106,7 +106,16 @@ class DecodeSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How wide engines are; docs/concepts/parallelism.md."""
+
     enabled: bool = False
+    engines: Literal["local", "fleet"] = "local"
+    """The engines that are planned: the trainer's own, which only a simulator can reshape; or those that a live run
+    starts on devices beside the trainer's."""
+    num_devices: Count = 0
+    """The devices of those engines; 0: as many as the local ones have."""
+    start_tp: AtLeastOne = 1
+    """Their first width, for engines of the fleet."""
     min_gain: Share = 0.05
     """A plan that fits is changed only for one predicted to save more than this share of the round's time."""
     reshape_s: NotNegative = 15.0
@@ -116,7 +125,10 @@ class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model: ModelShape | None = None
     """The policy's shape; without it nothing is planned."""
     speed: DecodeSpeed | None = None
-    """Decode speed of one device; without it nothing is planned."""
+    """Decode speed of one device; without it, that of the fleet's engines is measured, and `tp_exponent` assumed. For
+    local engines nothing is planned without it."""
+    tp_exponent: Share = 0.6
+    """How a measured speed changes with the width: see DecodeSpeed."""
     memory_gb: Positive = 80.0
     """The memory of one device."""
     memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
@@ -157,6 +169,8 @@ class PreemptionWatch(msgspec.Struct):
 
 
 class ParallelismState(msgspec.Struct):
+    width: int = 0
+    """The width that the fleet's engines were told to have last; 0: they are as they were started."""
     home_tp: int = 0
     """The width that rounds run at if nothing else is worth a change; 0 before the engines were seen."""
     times_by_kind: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Checkpoints: everything that only the trainer knows, on disk, complete or not there at all.
 
     RUN/checkpoints/step-000012/     state.json              the next step, and the digest of the other file
-                                     optimizer.safetensors   float32 weights and both moments; none before step 0
+                                     optimizer.safetensors   float32 weights and both moments; none before step 0.
+                                                             Several ranks write a shard each (sharded.py)
     RUN/checkpoints/redo/            what the steps since then were trained on (redo.py)
     RUN/checkpoints/published.json   the digests of the versions published last
     RUN/checkpoints/best.json        which step validated best so far
@@ -19,7 +20,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -112,17 +113,28 @@ def save(
 
     Raises OSError, or Stopped if `stop` is set before all is written. The old checkpoints stay complete.
     """
+
+    def fill(fresh: Path) -> dict[str, str]:
+        return {_TENSORS: write_tensors(fresh / _TENSORS, tensors, stop)} if tensors else {}
+
+    return save_with(run_dir, state, fill)
+
+
+def unfinished(run_dir: Path, next_step: int) -> Path:
+    """Return the folder of a checkpoint that is being written."""
+    return run_dir / FOLDER / f".{name_of(next_step)}"
+
+
+def save_with(run_dir: Path, state: TrainerState, fill: Callable[[Path], dict[str, str]]) -> Path:
+    """Write a checkpoint whose files `fill` writes into a folder, and returns the digests of. Raises what that does."""
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for rest in folder.glob(".step-*"):  # left by a process that was killed
         shutil.rmtree(rest, ignore_errors=True)
-    final = folder / name_of(state.next_step)
-    fresh = folder / f".{final.name}"
+    final, fresh = folder / name_of(state.next_step), unfinished(run_dir, state.next_step)
     fresh.mkdir()
     try:
-        if tensors:
-            digest = _write_tensors(fresh / _TENSORS, tensors, stop)
-            state = msgspec.structs.replace(state, files={_TENSORS: digest})
+        state = msgspec.structs.replace(state, files=fill(fresh))
         write_synced(fresh / _STATE, _seal(state))
         sync_folder(fresh)
         if final.exists():
@@ -135,13 +147,15 @@ def save(
     return final
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], stop: threading.Event | None) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], stop: threading.Event | None, metadata: Mapping[str, str] | None = None
+) -> str:
     """Write a safetensors file, and return its digest. The library's writer would copy everything once more."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each is aligned
     specs = (Spec(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in ordered.items())
     hashing = blake3.blake3()
     with path.open("wb", buffering=0) as file:
-        for piece in _pieces(header_of(specs), ordered):
+        for piece in _pieces(header_of(specs, metadata), ordered):
             if stop is not None and stop.is_set():
                 raise Stopped
             hashing.update(piece)
@@ -255,18 +269,25 @@ def found(run_dir: Path) -> list[Path]:
     return [one for one in entries.found(run_dir / FOLDER) if (one / _STATE).is_file()]
 
 
-def load(folder: Path) -> tuple[TrainerState, dict[str, Tensor]]:
-    """Read and verify a checkpoint. Raises UserError if it is cut short, damaged, or not a checkpoint of ours."""
+def load(folder: Path, *, verify: bool = True) -> tuple[TrainerState, Mapping[str, Tensor]]:
+    """Read and verify a checkpoint. Raises UserError if it is cut short, damaged, or not a checkpoint of ours.
+
+    The tensors of one in shards are read when they are asked for. `verify`: false where rank zero has done it.
+    """
     state = read_state(folder)
     for name, digest in state.files.items():
         path = folder / name
         if not path.is_file():
             raise UserError(f"{path}: is missing; the checkpoint cannot be used")
-        if blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest() != digest:
+        if verify and blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest() != digest:
             raise UserError(f"{path}: is damaged: its digest is not the one in {_STATE}; the checkpoint cannot be used")
     if not state.files:
         return state, {}
     try:
+        if _TENSORS not in state.files:
+            from polyrl.trainer.state.sharded import ShardedTensors
+
+            return state, ShardedTensors(folder)
         return state, load_file(folder / _TENSORS)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / _TENSORS}: cannot be read: {error}") from error

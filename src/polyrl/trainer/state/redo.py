@@ -53,12 +53,12 @@ def append(
 
 def read(run_dir: Path, first_step: int) -> list[Entry]:
     """Return the entries from this step on. Raises UserError if one is damaged, or missing in between."""
-    found = [one for one in _found(run_dir) if checkpoint.step_of(one) >= first_step]
-    for step, path in enumerate(found, first_step):
+    logged = [one for one in found(run_dir) if checkpoint.step_of(one) >= first_step]
+    for step, path in enumerate(logged, first_step):
         if checkpoint.step_of(path) != step:
             missing = path.with_name(checkpoint.name_of(step))
             raise UserError(f"{missing}: is missing, and later steps are there; {_what_is_left(run_dir)}")
-    return [_read(path, run_dir) for path in found]
+    return [_read(path, run_dir) for path in logged]
 
 
 def report_of(run_dir: Path, step: int) -> bytes:
@@ -75,12 +75,12 @@ def has(run_dir: Path, step: int) -> bool:
 
 def num_after(run_dir: Path, checkpoint_step: int) -> int:
     """Return how many logged steps the checkpoint of this step does not cover."""
-    return sum(checkpoint.step_of(one) >= checkpoint_step for one in _found(run_dir))
+    return sum(checkpoint.step_of(one) >= checkpoint_step for one in found(run_dir))
 
 
 def forget(run_dir: Path, before: int, samples_bytes: int = entries.DEFAULT_SAMPLES_BYTES) -> None:
     """Move the entries before this step, which are not trained again, to the run's samples. Raises OSError."""
-    entries.retire(run_dir, [one for one in _found(run_dir) if checkpoint.step_of(one) < before], samples_bytes)
+    entries.retire(run_dir, [one for one in found(run_dir) if checkpoint.step_of(one) < before], samples_bytes)
 
 
 class Rejection(Struct, frozen=True):
@@ -152,7 +152,7 @@ def _folder(run_dir: Path) -> Path:
     return run_dir / entries.REDO_FOLDER
 
 
-def _found(run_dir: Path) -> list[Path]:
+def found(run_dir: Path) -> list[Path]:
     return entries.found(_folder(run_dir))
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from msgspec import structs
@@ -79,10 +79,24 @@ class Snapshot:
         self.tensors.clear()
 
 
+class Shards(Protocol):
+    """Checkpoints that ranks write together, each its own shard (sharded.py)."""
+
+    def take(self, next_step: int) -> None:
+        """Copy all shards to the hosts. Nothing may change them meanwhile."""
+        ...
+
+    def save(self, run_dir: Path, state: TrainerState, stop: threading.Event) -> None:
+        """Put on disk what was taken. Raises OSError, and Stopped."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Saver:
     """Saves a run. `about` describes the trained models and has the step that the run goes on at; `newest` is the step
     of the newest checkpoint, `num_steps` the length of the run. `gather` yields all tensors of a checkpoint, whole;
-    `write` puts them on disk."""
+    `write` puts them on disk. `shards`: ranks write them instead."""
 
     def __init__(
         self,
@@ -96,6 +110,7 @@ class Saver:
         metric: str = "",
         digests_kept: int = 16,
         write: Callable[..., object] = checkpoint.save,
+        shards: Shards | None = None,
     ) -> None:
         self._run_dir, self._about, self._rules, self._gather = run_dir, about, rules, gather
         self._newest, self._num_steps = newest, num_steps
@@ -104,7 +119,7 @@ class Saver:
         self._published = checkpoint.read_published(run_dir)
         self._candidate: Best | None = None
         """A version that may be the best, and whose checkpoint may still be on its way to disk."""
-        self._snapshot = Snapshot()
+        self._snapshot, self._shards = Snapshot(), shards
         self._copying: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._stop, self._broken = threading.Event(), asyncio.Event()
@@ -193,6 +208,8 @@ class Saver:
         running = [one for one in (self._copying, self._writing) if one is not None]
         await asyncio.gather(*running, return_exceptions=True)
         self._snapshot.close()
+        if self._shards is not None:
+            self._shards.close()
 
     def validated(self, version: int, rates: Mapping[str, float]) -> None:
         """Note the validation of a version, which may make it the best. Raises UserError if the disk fails."""
@@ -211,7 +228,7 @@ class Saver:
 
     async def _checkpoint(self) -> None:
         self._newest = self._next_step
-        self._copying = asyncio.create_task(asyncio.to_thread(lambda: self._snapshot.take(self._gather())))
+        self._copying = asyncio.create_task(asyncio.to_thread(self._take))
         await asyncio.shield(self._copying)  # if cancelled, `stop` waits for the copy, which uses the devices
         self._writing = asyncio.create_task(self._write(), name="writing a checkpoint")
 
@@ -227,8 +244,17 @@ class Saver:
             self._broken.set()
             raise
 
+    def _take(self) -> None:
+        if self._shards is None:
+            self._snapshot.take(self._gather())
+        else:
+            self._shards.take(self._newest)
+
     def _save(self, state: TrainerState) -> None:
-        self._write_checkpoint(self._run_dir, state, self._snapshot.tensors, stop=self._stop)
+        if self._shards is None:
+            self._write_checkpoint(self._run_dir, state, self._snapshot.tensors, stop=self._stop)
+        else:
+            self._shards.save(self._run_dir, state, self._stop)
         tidy(self._run_dir, self._rules.keep)
 
     async def _written(self) -> None:

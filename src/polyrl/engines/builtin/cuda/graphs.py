@@ -24,6 +24,10 @@ class Graphs:
         self._memory = torch.cuda.graph_pool_handle()
         self._warming = torch.cuda.Stream()
 
+    def forget(self) -> None:
+        """Call it when all graphs are gone: the memory of graphs that are gone is nobody's."""
+        self._memory = torch.cuda.graph_pool_handle()
+
     def capture(self, run: Callable[[], Any], prepare: Callable[[], object] = lambda: None) -> Captured:
         """`prepare` is called before each run, and is not captured."""
         current = torch.cuda.current_stream()

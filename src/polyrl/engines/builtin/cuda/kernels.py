@@ -33,7 +33,7 @@ STRETCH = 4096
 
 
 @triton.jit
-def _numbers(x):
+def finite(x):
     """Replace NaN and infinity by 0: the next sample with the block reads the rest of it, at weight zero."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
@@ -57,7 +57,7 @@ def _write_kernel(
     here = heads[:, None] * DIM + dims[None, :]
     is_head = (heads < NUM_KV)[:, None]
     tl.store(keys + there, tl.load(key + row * key_stride + here, mask=is_head), mask=is_head)
-    tl.store(values + there, _numbers(tl.load(value + row * value_stride + here, mask=is_head)), mask=is_head)
+    tl.store(values + there, finite(tl.load(value + row * value_stride + here, mask=is_head)), mask=is_head)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _decode_kernel(
         block = tl.load(tables + sample * table_stride + newest // BLOCK).to(tl.int64)
         at = ((block * NUM_KV + head) * BLOCK + newest % BLOCK) * DIM
         tl.store(keys + at + dims, its_key)
-        tl.store(values + at + dims, _numbers(its_value))
+        tl.store(values + at + dims, finite(its_value))
         score = tl.sum(asked.to(tl.float32) * its_key.to(tl.float32)[None, :], 1) * scale
         new_best = tl.maximum(best, score)
         weight, shrink = tl.exp(score - new_best), tl.exp(best - new_best)

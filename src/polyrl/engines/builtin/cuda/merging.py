@@ -53,6 +53,13 @@ class _Part(nn.Module):
         return mine
 
 
+def merged(first: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return the matrix and the bias that a module is the first part of; None where it was not merged."""
+    if not isinstance(first, _Part):
+        return None
+    return first._shared.weight, first._shared.bias
+
+
 def merge_projections(model: Any) -> None:
     """Merge what can be merged. Does nothing the second time."""
     for module in list(model.modules()):

@@ -34,6 +34,7 @@ from polyrl.engines.builtin.cuda.memory import BlockedKeysAndValues
 from polyrl.engines.builtin.cuda.merging import merge_projections
 from polyrl.engines.builtin.cuda.offloading import Offloading
 from polyrl.engines.builtin.cuda.prefill import Prefill
+from polyrl.engines.builtin.cuda.small_batch import MOST_ROWS, SmallBatch
 from polyrl.engines.builtin.cuda.verifying import Verifying
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.builtin.steps import MAX_BURST, Drafted, Drawn, DrawRule, OnDrawn
@@ -44,7 +45,8 @@ _SIZES = (
     *(2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896),
     *range(1024, 4096, 512),
 )
-"""None of one: layers that are compiled for any number of rows are compiled again for a single one."""
+"""None of one: layers that are compiled for any number of rows are compiled again for a single one. Those that are
+written out (small_batch.py) have one."""
 _AHEAD = 2
 """Replays that the GPU has waiting: enough that it never waits for the host."""
 _LOOK_STEPS = 8
@@ -90,7 +92,6 @@ class CudaRunner:
         self._prefilling = Prefill(self._hidden, self._parameter, self._capturing)
         self._invariant_tokens = invariant_tokens
         slots = max(slots, _SIZES[0])
-        self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
         width = -(-(max_context + MAX_BURST) // block_tokens)  # a burst goes on when an answer is over
         rows = slots + 1  # never all of them: what is compiled for a part of a tensor is not for the whole
         self._tables = torch.full((rows, width), num_blocks, dtype=torch.int32, device=self._device)
@@ -105,6 +106,9 @@ class CudaRunner:
         self._looking = torch.cuda.Stream()
         self._uniforms = kernels.uniforms
         merge_projections(loaded.model)
+        self._small = SmallBatch.find(loaded.model, width * block_tokens)
+        sizes = _SIZES if self._small is None else (1, *_SIZES)
+        self._sizes = [slots] if invariant_tokens else [*(one for one in sizes if one < slots), slots]
         self._offloading = Offloading(loaded.model) if offload else None
         self.wake()
         if compile_layers:
@@ -148,6 +152,7 @@ class CudaRunner:
         self._graphs_to_logits.clear()
         self._prefilling.forget_graphs()
         self._verifying.forget_graphs()
+        self._capturing.forget()
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
         """Write new weights in place. Nothing is derived from them: graphs read them where they are."""
@@ -338,4 +343,6 @@ class CudaRunner:
         positions = self._positions[:size]
         splits = kernels.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
         step = DecodeStep(self._tables[:size], positions, splits)
+        if self._small is not None and size <= MOST_ROWS:
+            return self._small.logits(self._tokens[:size], step)
         return self._loaded.logits(self._hidden(self._tokens[:size], positions, step)[0])

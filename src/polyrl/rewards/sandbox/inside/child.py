@@ -62,11 +62,21 @@ def _raise_walls(settings: dict[str, Any]) -> None:
     """Give the program its own mounts: an empty disk of limited size, and the processes of its own namespace."""
     kernel.unshare(kernel.NEW_MOUNTS)  # the filter refuses all IPC that another namespace would divide
     _mount_disk(settings)
-    flags = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
+    _go_first()
+    flags = kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
     try:
         kernel.mount("proc", "/proc", flags, "subset=pid")
     except OSError:  # before Linux 5.8
         kernel.mount("proc", "/proc", flags, "")
+
+
+def _go_first() -> None:
+    """Have the kernel end this process first if the machine runs out of memory. The program's own /proc is read-only,
+    so that it cannot take that back."""
+    kernel.set_dumpable(allowed=True)  # otherwise the file is root's
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    kernel.set_dumpable(allowed=False)
 
 
 def _mount_disk(settings: dict[str, Any]) -> None:
@@ -185,8 +195,6 @@ def _give_rights_up(settings: dict[str, Any], *, is_tests: bool) -> None:
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])
     kernel.drop_capabilities()
     kernel.set_dumpable(allowed=not is_tests)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if the machine runs out of memory, this process is to go first
     kernel.install_filter(bytes.fromhex(settings["filter"]))
 
 

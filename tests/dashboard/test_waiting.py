@@ -1,0 +1,90 @@
+"""Where a run's time goes, and the sentences about the part that holds it up."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.dashboard.test_alarms import STATUS
+
+from polyrl.dashboard.waiting import WORDS, TimePart, TimeUse, WaitingContext, doing, slowest
+from polyrl.scheduling.core.desk import Desk
+
+
+def desk(*, busy: bool = False, validates: bool = False, paused: bool = False, **of_round: Any) -> Desk:
+    """Return as much of a scheduler's state as is looked at."""
+    told = {"num_waiting": 0, "num_leased": 0, "num_playing": 0, "num_unhosted": 0, "num_delivered": 0}
+    round_ = SimpleNamespace(**{**told, "quotas": [4], "num_planned": 32, **of_round})
+    scoring = {1: 0.0} if of_round.get("scored") else {}
+    writers = of_round.get("writers", 1)
+    clock = SimpleNamespace(validating_since=0.0 if validates else None, busy_since=0.0 if busy else None)
+    seats = {number: SimpleNamespace(may_generate=True, leases={}) for number in range(writers)}
+    local = [SimpleNamespace(may_generate=True, leases={1: None})] if of_round.get("own") else []
+    fleet = SimpleNamespace(local=lambda: local)
+    state = SimpleNamespace(clock=clock, paused=paused, fleet=fleet)
+    hosts = SimpleNamespace(seats={})
+    rounds = {} if of_round.get("none") else {0: round_}
+    found = SimpleNamespace(
+        state=state, rounds=rounds, seats=seats, hosts=hosts, scoring=SimpleNamespace(running=scoring, queue=[])
+    )
+    return cast(Desk, found)
+
+
+@pytest.mark.parametrize(
+    ("of", "what"),
+    [
+        ({"busy": True}, "trains"),
+        ({"validates": True}, "validates"),
+        ({"none": True}, "updates"),
+        ({"num_delivered": 4}, "updates"),
+        ({"paused": True, "num_waiting": 3}, "pause"),
+        ({"num_waiting": 3, "writers": 0}, "no worker"),
+        ({"num_waiting": 3, "num_leased": 5}, "places"),
+        ({"num_unhosted": 3}, "no host"),
+        ({"num_playing": 3}, "environments"),
+        ({"num_leased": 30}, "answers"),
+        ({"num_leased": 8}, "last answers"),
+        ({"scored": True}, "rewards"),
+        ({"own": True, "num_leased": 8}, "writes"),
+    ],
+)
+def test_every_moment_has_one_word(of: dict[str, Any], what: str):
+    assert doing(desk(**of)) == what
+    assert what in WORDS
+
+
+def test_the_parts_of_the_time_are_seconds_shares_and_dollars():
+    use = TimeUse()
+    use.mark(desk(scored=True), 10.0)
+    use.mark(desk(busy=True), 40.0)
+    waits, trains = use.parts([], 10.0, 50.0, usd=8.0)
+    assert (waits.name, waits.seconds, waits.share, waits.usd) == ("rewards", 30.0, 0.75, 6.0)
+    assert (trains.name, trains.seconds, trains.share, trains.usd) == ("trains", 10.0, 0.25, 2.0)
+
+
+def part(name: str, seconds: float, of: float = 100.0, usd: float = 0.0) -> TimePart:
+    return TimePart(name, WORDS[name], seconds, seconds / of, usd, seconds)
+
+
+def test_a_run_that_trains_has_nothing_that_holds_it_up():
+    assert slowest([], WaitingContext()) is None
+    assert slowest([part("trains", 60.0), part("writes", 40.0)], WaitingContext()) is None
+    assert slowest([part("trains", 80.0), part("rewards", 20.0)], WaitingContext()) is None
+    assert slowest([part("rewards", 0.3, of=0.4), part("trains", 0.1, of=0.4)], WaitingContext()) is None
+
+
+def test_what_holds_it_up_is_said_with_why_what_it_costs_and_what_to_do():
+    around = WaitingContext(STATUS, join="polyrl worker --join URL")
+    for name in WORDS:
+        found = slowest([part(name, 60.0, usd=2.0), part("trains", 40.0)], around)
+        if found is None:
+            assert name in ("trains", "validates", "updates", "writes")
+            continue
+        assert "60% of the trainer's time" in found.what and found.why and found.do
+        assert found.costs == "60.0 s of the last 100 s, and $2.00 of what they cost: $72.00 an hour"
+    gone = slowest([part("no worker", 90.0)], around)
+    assert gone is not None and gone.do.endswith("polyrl worker --join URL")
+
+
+def test_a_slow_worker_is_named_where_steps_wait_for_the_last_answers():
+    found = slowest([part("last answers", 90.0)], WaitingContext(STATUS, slow_workers=["w3"]))
+    assert found is not None and "on w3" in found.why and found.do.endswith("polyrl drain w3")
