@@ -33,7 +33,8 @@ test-long: setup ## run the long property tests: thousands of random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 --hypothesis-profile=random $(ARGS)
 
 test-chaos: setup ## kill, stop, cut and partition a real fleet (minutes; namespaces need root and nftables)
-	$(BIN)/python -m pytest -m "chaos and not long" tests/chaos $(ARGS)
+	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]' || true
+	$(BIN)/python -m pytest -m "chaos and not long" tests/chaos tests/providers $(ARGS)
 
 test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real models (installs both servers once)
 	$(BIN)/python -m pytest -m engines tests/builtin tests/engines $(ARGS)

@@ -184,7 +184,7 @@ def test_after_ctrl_c_nothing_of_the_display_stays(desk: Path):
 
 
 def test_a_worker_that_ends_before_the_run_is_one_line_and_those_that_end_with_it_are_none(desk: Path):
-    process = start("train.steps=100000", "fleet.workers=2", "fleet.wait=true")
+    process = start("train.steps=100000", "fleet.workers=2", "fleet.wait=true", "fleet.replace=false")
     assert process.stdout is not None
     said = ""
     for line in process.stdout:

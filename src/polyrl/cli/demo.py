@@ -29,7 +29,7 @@ _PATIENCE_S = 60.0
 _STEADY = 5
 """The number of first and of last steps whose mean rewards are compared."""
 _OVERRIDES = (
-    "manager.port=0", "fleet.workers=1", "fleet.spot=true", "fleet.price_usd_per_hour=0.40",
+    "manager.port=0", "fleet.workers=1", "fleet.replace=false", "fleet.spot=true", "fleet.price_usd_per_hour=0.40",
     "train.price_usd_per_hour=2.00", 'fleet.settings={ slots = 16, kv_tokens = 8192 }',
 )  # fmt: skip
 
@@ -90,7 +90,7 @@ async def _play_sums(live: "LiveRun") -> None:
     await _have_a_worker_join(live)
     await live.fleet.line(9)
     num_running = await _until(live, lambda status: _num_running(status, "worker-0"))
-    live.workers["worker-0"].kill()
+    live.keeper.kill("worker-0")
     live.say(f"   demo: worker-0 is killed with SIGKILL, in the middle of {num_running} answers; they go on elsewhere")
 
 
@@ -102,17 +102,15 @@ async def _play_agent(live: "LiveRun") -> None:
     live.say(f"   demo: host-0 is killed with SIGKILL, in the middle of {num_playing} episodes")
     await live.fleet.line(11)
     num_running = await _until(live, lambda status: _num_running(status, "worker-0"))
-    live.workers["worker-0"].kill()
+    live.keeper.kill("worker-0")
     live.say(f"   demo: worker-0 is killed with SIGKILL, in the middle of {num_running} turns; they go on elsewhere")
     await live.fleet.line(14)
     await _have_a_worker_join(live)
 
 
 async def _have_a_worker_join(live: "LiveRun") -> None:
-    from polyrl.run import workers
-
     live.say("   demo: worker-late is started, and joins in mid-run")
-    live.workers["worker-late"] = await workers.start(live.recipe, live.run_dir, live.address, "worker-late")
+    await live.keeper.start_beside("worker-late")
 
 
 async def _until(live: "LiveRun", count: Callable[["Status"], int]) -> int:

@@ -43,6 +43,8 @@ COMMANDS: Mapping[str, CliCommand] = {
     "export": CliCommand("write a run's newest weights as a Hugging Face directory", "polyrl.cli.export"),
     "manager": CliCommand("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
     "worker": CliCommand("join a fleet with one engine", "polyrl.cli.worker"),
+    "up": CliCommand("start workers of a run, on this machine or wherever its recipe says", "polyrl.cli.up"),
+    "down": CliCommand("end the workers that a run has started", "polyrl.cli.down"),
     "env": CliCommand("play an environment's episodes for a run, or try one", "polyrl.cli.env"),
     "dash": CliCommand("look at a run in the browser: answers, rewards, workers, money", "polyrl.cli.dash"),
     "top": CliCommand("watch a live run in the terminal: rounds, workers, waits, steps", "polyrl.cli.top"),

@@ -30,6 +30,7 @@ examples:
   polyrl plan elastic-8b                                  42 short simulations, some minutes on two cores
   polyrl plan elastic-8b --workers 0-8 --factors 1 --staleness 0
   polyrl plan my-scenario.toml --worker-price 2.66,5.32 --out out/plan
+  polyrl plan --explain runs/first                        every decision of its autoscaler, with its reason
   polyrl plan agent-tools-8b fleet.workers=3 --hosts 2-16,24      how many processes for its environments
 
 Fastest means most tokens trained a second; cheapest the fewest dollars a token. A factor of 1 is no over-provisioning,
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--staleness", metavar="LIST", help="max_staleness to try (default: 0,1)")
     parser.add_argument("--worker-price", metavar="LIST", help="dollars an hour (default: the scenario's)")
     parser.add_argument("--hosts", metavar="LIST", help="host processes to try, in place of all of the above")
+    parser.add_argument(
+        "--explain", action="store_true", help="SCENARIO is the directory of a run: say why its fleet grew and shrank"
+    )
     add_run_options(parser)
     parser.add_argument("--out", metavar="DIR", help="write plan.json and plan.png to a new folder")
 
@@ -56,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.sim import planner
     from polyrl.sim.out_folder import OutFolder
 
+    if args.explain:
+        return _explain(args)
     args.steps = planner.DEFAULT_STEPS if args.steps is None else args.steps
     scenario = load(args)
     if args.hosts is not None:
@@ -73,6 +79,16 @@ def run(args: argparse.Namespace) -> int:
         played = planner.play_all(scenario, wanted, args.steps, args.seed, on_done=on_done)
     plan = planner.make_plan(scenario, played, prices, args.seed, args.steps)
     return _report_plan(plan, out, as_json=args.json)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from polyrl.telemetry.scaling_story import explain
+
+    if args.overrides or args.hosts is not None:
+        raise UserError("--explain: reads what a run decided; leave everything else out")
+    for line in explain(args.scenario):
+        print(line)
+    return EXIT_OK
 
 
 def _plan_hosts(args: argparse.Namespace, scenario: "Scenario") -> int:

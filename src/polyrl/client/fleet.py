@@ -214,8 +214,8 @@ class Fleet:
         """The manager's reply when the run was opened."""
         self.lines: deque[StepLine] = deque(maxlen=_LINES_KEPT)
         """The scheduler's account of each of the last steps, the newest last."""
-        self.advice: tuple[int, str] | None = None
-        """How many workers are worth holding, and why."""
+        self.advice: frames.FleetAdvised | None = None
+        """How many workers are worth holding, why, and which of them to let go."""
         self._width: frames.WidthPlanned | None = None
         self._rounds: dict[int, _Round] = {}
         self._last_requested = -1
@@ -345,6 +345,10 @@ class Fleet:
             )
         )
 
+    async def tell_offer(self, num_workers: int, usd_per_hour: float, workers: Sequence[str] = ()) -> None:
+        """Tell how many workers could be had in all, what another one costs an hour, and these from now on."""
+        await self._state(lambda seq: frames.Offered(seq, num_workers, usd_per_hour, tuple(workers)))
+
     async def status(self) -> Status:
         return await self._line.again(lambda: self._dialer.get("/v1/status", Status))
 
@@ -446,7 +450,7 @@ class Fleet:
                 if all(one.step != frame.line.step for one in self.lines):  # the last one is told at every connection
                     self.lines.append(frame.line)
             case frames.FleetAdvised():
-                self.advice = (frame.num_workers, frame.why)
+                self.advice = frame
             case frames.WidthPlanned():
                 self._width = frame
             case frames.Release():

@@ -520,9 +520,16 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Worker processes that are started beside the trainer, on its machine. Others join from anywhere."""
+    """Workers that the run starts and ends, on this machine or elsewhere. Others join from anywhere."""
 
-    workers: Count = 0
+    workers: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    """The number of workers; with `scaling.enabled`, the number at the start."""
+    provider: str = "local"
+    """Where they run: local, command, slurm, ray, or a provider of your own: `module:Class`."""
+    provider_args: dict[str, Any] = {}
+    """Settings of the provider; docs/guides/providers.md."""
+    replace: bool = True
+    """Start a worker again that has ended, after a pause that grows with every quick end."""
     engine: str = "builtin"
     """builtin, vllm, sglang, or an engine of your own: `module:Class`."""
     engine_python: str = ""
@@ -704,6 +711,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             force_setattr(self, "algorithm", chosen)
 
     def _check_fleet(self) -> None:
+        if self.parallelism.enabled and self.fleet.provider != "local":
+            raise ValueError('fleet.provider: expected "local" with parallelism.enabled, which divides this machine')
         if self.fleet.workers and self.fleet.engine in SERVERS and self.lora.publish == "adapter":
             raise ValueError(
                 f'lora.publish: expected "merged", since {self.fleet.engine} servers (fleet.engine) merge none'

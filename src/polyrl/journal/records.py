@@ -31,6 +31,8 @@ from polyrl.scheduling.core.ledger import Ledger, WorkerLine
 from polyrl.scheduling.core.parameters import RewardConfig, SchedulerConfig
 from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.parallelism import ParallelismState
+from polyrl.scheduling.rules.scaling import ScalingState
+from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import TailBatching
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -279,6 +281,8 @@ _ADDED = frozenset(
     field.name
     for kind in (
         State,
+        ScalingState,
+        SeedingState,
         TrainerClock,
         Worker,
         FleetState,

@@ -159,7 +159,7 @@ def _tell_trainer(run: Run, command: c.Command) -> None:  # noqa: C901 (a case f
             if (question := run.questions.pop(command.group, None)) is not None:
                 question.close(command)
         case c.AdviseFleet():
-            run.say_to_trainer(frames.FleetAdvised(command.num_workers, command.why))
+            run.say_to_trainer(frames.FleetAdvised(command.num_workers, command.why, command.let_go))
         case _:
             raise LawViolation(f"nobody carries this out: {command}")
 

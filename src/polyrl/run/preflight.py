@@ -15,7 +15,7 @@ from typing import NamedTuple
 from polyrl.config.inert import inert
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.run import checkpoints, hosts, models, processes, reward_workers, workers
+from polyrl.run import checkpoints, hosts, keeping, models, processes, reward_workers, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption, encryption
 from polyrl.run.event_loop import run_loop
@@ -44,6 +44,7 @@ def check(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Checked:
     check_plugins(recipe)
     recipe = fit(recipe)
     workers.check_settings(recipe)
+    keeping.check_provider(recipe, run_dir)
     reward_workers.check(recipe)
     if point is None:  # a run that is resumed has the number of its tasks already
         recipe = hosts.check(recipe)

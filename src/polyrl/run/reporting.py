@@ -8,7 +8,6 @@ over. run/diagnosis.py finds the cause. The manager is told the state of reward 
 import asyncio
 import contextlib
 import time
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
-from polyrl.run import hosts, local_worker, reward_workers, workers
+from polyrl.run import hosts, keeping, local_worker, reward_workers, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.diagnosis import diagnose
 from polyrl.run.display import Display
@@ -204,7 +203,7 @@ class Reporter:
         num_workers = 0.0 if report.line is None else report.line.mean_workers
         metrics["perf/throughput"] = num_tokens / seconds["total"] / (self._recipe.train.ranks + num_workers)
         if self._fleet is not None and self._fleet.advice is not None:
-            metrics["fleet/useful"] = self._fleet.advice[0]
+            metrics["fleet/useful"] = self._fleet.advice.num_workers
         if self._tasks is not None:
             metrics |= self._tasks.reward_metrics()
         metrics |= self._drafts.take()
@@ -226,13 +225,13 @@ class Reporter:
         return next((one for one in reversed(lines) if one.step == step - 1), None)
 
     def news(
-        self, fleet: Fleet, started: dict[str, Process], playing: dict[str, hosts.HostProcess], tasks: Tasks
+        self, fleet: Fleet, keeper: keeping.FleetKeeper, playing: dict[str, hosts.HostProcess], tasks: Tasks
     ) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that report everything beside the steps, until they are cancelled."""
         say, recipe, self._tasks = self.display.say, self._recipe, tasks
         news: list[Coroutine[Any, Any, None]] = [
-            workers.tell_who_ends(self._run_dir, started, say),
-            workers.tell_who_is_turned_away(fleet, started, say),
+            keeping.keep(keeper, fleet, say),
+            workers.tell_who_is_turned_away(fleet, keeper, say),
             tell_of_rewards(fleet, tasks),
             self._drafts.follow(fleet),
             hosts.keep(recipe, fleet, playing, say),

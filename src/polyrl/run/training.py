@@ -14,7 +14,6 @@ Rules kept here: what was started is ended, in the opposite order, however the r
 import asyncio
 import contextlib
 import logging
-from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,12 +29,12 @@ from polyrl.run import (
     checkpoints,
     connecting,
     hosts,
+    keeping,
     local_worker,
     preflight,
     resuming,
     reward_workers,
     validation_hosts,
-    workers,
 )
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption
@@ -68,8 +67,8 @@ class LiveRun(NamedTuple):
     recipe: Recipe
     run_dir: Path
     address: ManagerAddress
-    workers: dict[str, Process]
-    """The workers of `[fleet]`, by name."""
+    keeper: keeping.FleetKeeper
+    """The workers of `[fleet]`."""
     hosts: dict[str, hosts.HostProcess]
     """The hosts of `[environments]`, by name."""
     fleet: Fleet
@@ -161,7 +160,7 @@ class Training:
             replicas = Replicas(self._steps, devices, self._far, local_worker.NAME if self._far else "")
             stack.push_async_callback(replicas.stop, _STOP_S)
             await replicas.join_run(address.url, read_token_file(run_dir / "admin.token"))
-            started = await stack.enter_async_context(workers.started(recipe, run_dir, address))
+            keeper = await stack.enter_async_context(keeping.started(recipe, run_dir, address))
             playing = await stack.enter_async_context(hosts.started(recipe, run_dir, address))
             reporter = await stack.enter_async_context(
                 reporting(recipe, run_dir, address, dial(), self._point, self._watch)
@@ -176,14 +175,14 @@ class Training:
             if self._point is not None:  # the next --resume begins with what fits now
                 checkpoints.write_recipe(run_dir, recipe)
             if self._companion is not None:
-                live = LiveRun(recipe, run_dir, address, started, playing, fleet, say)
+                live = LiveRun(recipe, run_dir, address, keeper, playing, fleet, say)
                 await stack.enter_async_context(meanwhile(self._companion(live)))
             failing = [one for one in (manager, self._other_ranks, saver, self._tasks) if one is not None]
-            news = [*reporter.news(fleet, started, playing, self._tasks)]
+            news = [*reporter.news(fleet, keeper, playing, self._tasks)]
             if recipe.parallelism.enabled:
-                news.append(Pool(recipe, run_dir, address, started).follow(fleet, say))
+                news.append(Pool(recipe, keeper).follow(fleet, say))
             async with connecting.dismissed_at_the_end(recipe, fleet, dial()), meanwhile(*news):
-                await workers.until_joined(recipe, fleet, started)
+                await keeping.until_joined(recipe, fleet, keeper)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)
 
     def _make_publishing(self, server: WeightServer, engine: LocalEngine | None, fleet: Fleet) -> Publishing:

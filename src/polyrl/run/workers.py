@@ -1,14 +1,10 @@
-"""Workers of a run: how one joins, as a command for people and as a process; and those that `[fleet]` asks for."""
+"""How a worker joins a run: as a command for people, and as the arguments of a process."""
 
 import asyncio
 import contextlib
 import json
-import logging
 import shlex
-import time
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Container, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Container
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,17 +21,9 @@ from polyrl.engines import registry
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.served.server import NAMES, ServerKind
 from polyrl.errors import UserError
-from polyrl.run import processes
 from polyrl.run.encryption import encryption
-from polyrl.run.processes import ManagerAddress
 from polyrl.weights.interfaces import listening_addresses
 
-log = logging.getLogger("polyrl.train")
-
-_JOIN_TIMEOUT_S = 120.0
-_SERVER_TIMEOUT_S = 1800.0
-"""A server loads and compiles for long."""
-_LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 2.0
 
 
@@ -71,17 +59,32 @@ def recipe_and_url(run_dir: Path) -> tuple[Recipe, str] | None:
         return None
 
 
-def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str, width: int = 1) -> list[str]:
-    """Return the arguments of `polyrl` for a worker of this run on this machine, whose engine has `width` devices."""
+def worker_arguments(
+    recipe: Recipe,
+    run_dir: Path,
+    url: str,
+    name: str,
+    width: int = 1,
+    *,
+    shares_files: bool = True,
+    is_here: bool = True,
+) -> list[str]:
+    """Return the arguments of `polyrl` for a worker of this run, `is_here`: on this machine, whose engine has `width`
+    devices. Without `shares_files` it does not see the run's directory: its token comes in an environment variable."""
     wanted = recipe.fleet
-    arguments = [*_joining(recipe, run_dir, url, wanted.engine, recipe.model.path), "--name", name]
+    arguments = ["worker", "--join", url, *_trust(recipe), "--engine", wanted.engine, "--model", recipe.model.path]
+    arguments += ["--name", name]
+    if shares_files:  # a run that goes on has the session, and the name with it
+        files = {"--token-file": run_dir / "worker.token", "--session-file": run_dir / f"{name}.session"}
+        arguments += [word for option, file in files.items() for word in (option, str(file.absolute()))]
     settings, flags = dict(wanted.settings), []
     if wanted.engine == "builtin":
         settings = {"dtype": recipe.model.dtype, **settings}
     elif is_own(wanted.engine):
         arguments += ["--modules", recipe.modules] if recipe.modules else []
     else:
-        settings = {"log": str(run_dir / "logs" / f"{name}-server.log"), **settings}
+        log_file = {"log": str(run_dir / "logs" / f"{name}-server.log")} if shares_files else {}
+        settings = {**log_file, **settings}
         wide = ["--tensor-parallel-size", str(width)] if width > 1 else []
         flags = ["--", "--dtype", recipe.model.dtype, *wide, *settings.pop("flags", ())]  # the last of two holds
     if width > 1:
@@ -91,7 +94,7 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str, width: 
     if wanted.engine_python:
         arguments += ["--engine-python", wanted.engine_python]
     if wanted.spot:
-        arguments.append("--spot")
+        arguments += ["--spot", "signal" if is_here else "auto"]
     if wanted.price_usd_per_hour:
         arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
     return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items()), *flags]
@@ -133,36 +136,6 @@ def from_elsewhere(url: str) -> str:
     return url.replace(str(listens), fitting[0], 1) if fitting else url
 
 
-@asynccontextmanager
-async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> AsyncIterator[dict[str, Process]]:
-    """Run the workers that `[fleet]` asks for. A worker that is started later is put in too, to be ended with them."""
-    started: dict[str, Process] = {}
-    try:
-        for number in range(recipe.fleet.workers):
-            name = f"worker-{number}"
-            width = recipe.fleet.tensor_parallel
-            more = devices_of(recipe, width, number) if width > 1 or recipe.parallelism.enabled else {}
-            started[name] = await start(recipe, run_dir, address, name, width=width, more=more)
-        yield started
-    finally:
-        await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started.values()))
-
-
-async def start(
-    recipe: Recipe,
-    run_dir: Path,
-    address: ManagerAddress,
-    name: str,
-    *,
-    width: int = 1,
-    more: Mapping[str, str] | None = None,
-) -> Process:
-    command, *arguments = worker_arguments(recipe, run_dir, address.url, name, width)
-    session = ("--session-file", str(run_dir / f"{name}.session"))  # a run that goes on has it, and the name with it
-    arguments = [command, *session, *arguments]
-    return await processes.start(arguments, _log_file(run_dir, name), more)
-
-
 def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:
     """Return the environment of the `number`-th worker of so many devices: those that come after the trainer's."""
     if choose_device(recipe.model.device) != "cuda":
@@ -171,27 +144,11 @@ def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in range(first, first + width))}
 
 
-def _log_file(run_dir: Path, name: str) -> Path:
-    return run_dir / "logs" / f"{name}.log"
-
-
-async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
-    """With `fleet.wait`, wait for all workers started here to join. Warn and return if time is up or one has ended."""
-    until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
-    while recipe.fleet.wait and workers.keys() - {one.name for one in (await fleet.status()).workers}:
-        if time.monotonic() > until or any(one.returncode is not None for one in workers.values()):
-            log.warning(
-                "not all of the %d workers have joined; see the logs. The run begins without them", len(workers)
-            )
-            return
-        await asyncio.sleep(0.1)
-
-
 async def tell_who_is_turned_away(
     fleet: Fleet, started: Container[str], say: Callable[[str | Text], None], every_s: float = _ASK_EVERY_S
 ) -> None:
     """A line for each worker from elsewhere that cannot serve this run, until somebody cancels this, or the manager is
-    given up, which the run says itself. `started` are told of by `tell_who_ends`."""
+    given up, which the run says itself. `started` are told of by their keeper."""
     told: dict[str, str] = {}
     with contextlib.suppress(UserError):
         while True:
@@ -200,17 +157,3 @@ async def tell_who_is_turned_away(
                     told[one.name] = one.why
                     say(Text(f"worker {one.name} is gone: {one.why}", style="yellow"))
             await asyncio.sleep(every_s)
-
-
-async def tell_who_ends(run_dir: Path, workers: dict[str, Process], say: Callable[[str | Text], None]) -> None:
-    """Print a line for each worker that ends, until cancelled: at the end of the run all of them end."""
-    told: set[str] = set()
-    while True:
-        for name, process in workers.items():
-            if process.returncode is None or name in told:
-                continue
-            told.add(name)
-            how = processes.show_end(process.returncode, _log_file(run_dir, name))
-            line = f"{name} {how}; the run goes on, and does not start it again: another joins with the command above"
-            say(Text(line, style="yellow"))
-        await asyncio.sleep(_LOOK_EVERY_S)

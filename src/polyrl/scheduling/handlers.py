@@ -1,8 +1,7 @@
 """The handlers of events, and the table `HANDLERS` that finds one by the type of an event.
 
-A handler changes the desk through the part that the event concerns, and says in the desk's flags what has become
-possible; scheduler.py acts on those afterwards. Every event has one handler, which a test checks. News of a worker or a
-lease that is not there any more is counted as late, and changes nothing.
+A handler changes the desk through the part that the event concerns, and says in the desk's flags what became possible;
+scheduler.py acts on it afterwards. A test checks that every event has a handler. Late news is counted, and no more.
 """
 
 from collections.abc import Callable, Mapping
@@ -432,6 +431,7 @@ HANDLERS: Mapping[type, Callable[[Desk, Any, Seconds], None]] = {
     e.SampleStopped: asking.stop,
     e.StepRestarted: _step_restarted,
     e.StepTrained: _step_trained,
+    e.SupplyOffered: steps.supply_offered,
     e.TimePassed: _time_passed,
     e.TokensArrived: _tokens_arrived,
     e.TokensDiscarded: _tokens_discarded,

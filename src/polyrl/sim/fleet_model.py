@@ -5,7 +5,7 @@ may be late, repeated, or held back by a partition until that heals; a dead mach
 flushed is lost.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from polyrl.engines.lockstep import EngineModel
@@ -15,6 +15,7 @@ from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.sim.deliveries import Deliveries
 from polyrl.sim.draws import unit
+from polyrl.sim.holding import Holding
 from polyrl.sim.machines import Agenda, Machine
 from polyrl.sim.scenario import Scenario
 from polyrl.sim.supply import WorldEvent, speed_of
@@ -48,8 +49,9 @@ class FleetModel:
         """Machines that the market took back for good."""
         self._goes_at: dict[WorkerName, Seconds] = {}
         """Departure times of machines that were given notice. Their workers may join, or start again, after that."""
-        self._parked: dict[WorkerName, None] = {}
-        """Machines that were given back because they were not worth holding."""
+        self._holding = Holding(_first_target(scenario))
+        self._price = scenario.fleet.price_usd_per_hour
+        """What a machine costs an hour, now."""
         self._touched: dict[WorkerName, Machine] = {}
         self._num_news = 0
         self._local_width = scenario.first_width
@@ -61,7 +63,7 @@ class FleetModel:
 
     def join(self, name: WorkerName, *, local: bool, starting_s: Seconds = 0.0) -> None:
         """A machine's process starts and joins, unless it runs already or the machine was taken or given back."""
-        if name in self._machines or name in self._taken or name in self._parked:
+        if name in self._machines or name in self._taken or not (local or self._holding.is_held(name)):
             return
         scenario = self._scenario
         life = self._lives.get(name, 0) + 1
@@ -80,7 +82,7 @@ class FleetModel:
                 spot=scenario.fleet.spot and not local,
                 local=local,
                 num_devices=max(1, self._local_width if local else scenario.fleet.devices_per_worker),
-                price_usd_per_hour=0.0 if local else scenario.fleet.price_usd_per_hour,
+                price_usd_per_hour=0.0 if local else self._price,
                 kv_tokens=kv_tokens,
                 starting_s=starting_s,
             )
@@ -149,6 +151,10 @@ class FleetModel:
     def happen(self, event: WorldEvent) -> None:  # noqa: C901 (a case for each kind)
         machine = self._machines.get(event.worker)
         match event.kind:
+            case "price":
+                assert event.usd_per_hour is not None
+                self._price = event.usd_per_hour
+                self._tell_offer()
             case "grant":
                 self._grant(event)
             case "restart":
@@ -156,13 +162,18 @@ class FleetModel:
             case "notice":
                 assert event.goes_at_s is not None
                 self._goes_at[event.worker] = event.goes_at_s
+                self._holding.close(event.worker)
                 if machine is not None:
                     self._warn(machine)
             case "take":
                 self._taken[event.worker] = None
+                self._holding.withdraw(event.worker)
                 self.timeline.mark(event.worker, None, self._agenda.now)
                 if machine is not None:
                     self._die(machine)
+                if self._scenario.fleet.is_held:
+                    self._tell_offer()
+                    self._start_more()
             case "die":
                 if machine is not None:
                     self._die(machine)
@@ -176,6 +187,12 @@ class FleetModel:
                 assert_never(event.kind)
 
     def _grant(self, event: WorldEvent) -> None:
+        self._holding.offer(event.worker)
+        if self._scenario.fleet.is_held:
+            self._tell_offer()
+            self._start_more()
+            return
+        self._holding.take_more()
         now = self._agenda.now
         joins_at = now if event.joins_at_s is None else event.joins_at_s
         if joins_at > now:
@@ -341,16 +358,31 @@ class FleetModel:
             takes_s = self._scenario.parallelism.reshape_s / 2.0  # it is the cost of going there and back
             self._agenda.later(takes_s, lambda name=name: self.join(name, local=True))
 
-    def hold(self, num_workers: int) -> None:
-        """Hold as many remote workers as advised: give the newest back, or take back who was parked."""
+    # Which machines are held
+
+    def hold(self, num_workers: int, least_useful: Sequence[WorkerName] = ()) -> None:
+        """Hold as many remote workers as advised."""
         if not self._scenario.fleet.held_by_advice:
             return
-        held = [machine for machine in self._remote() if machine.name not in self._parked]
-        for machine in held[num_workers:]:
-            self._parked[machine.name] = None
-            self._drain(machine, f"only {num_workers} workers are worth holding")
-        free = [name for name in self._parked if name not in self._machines]
-        for name in free[: max(0, num_workers - len(held))]:
-            del self._parked[name]
-            paid = self._scenario.fleet.start_s
-            self._agenda.later(paid, lambda name=name, paid=paid: self.join(name, local=False, starting_s=paid))
+        for name in self._holding.aim(num_workers, least_useful):
+            machine = self._machines.get(name)
+            if machine is not None:
+                self._drain(machine, f"only {num_workers} workers are worth holding")
+        self._start_more()
+
+    def _start_more(self) -> None:
+        """Start machines that are offered, as long as more are wanted."""
+        paid = self._scenario.fleet.start_s
+        for name in self._holding.take_more(self._machines):
+            self.timeline.mark(name, "starting", self._agenda.now)
+            self._agenda.later(paid, lambda name=name: self.join(name, local=False, starting_s=paid))
+
+    def _tell_offer(self) -> None:
+        """The market has changed: say how many machines there are, and what each of them costs from now on."""
+        remote = tuple(machine.name for machine in self._remote())
+        self._tell(e.SupplyOffered(self._holding.num_offered, self._price, remote))
+
+
+def _first_target(scenario: Scenario) -> int | None:
+    fleet = scenario.fleet
+    return fleet.hold_at_most if fleet.hold_at_most is not None else fleet.workers if fleet.held_by_advice else None

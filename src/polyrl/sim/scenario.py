@@ -112,6 +112,13 @@ class SimFleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Moments at which one more worker joins (the ramp)."""
     held_by_advice: bool = False
     """Hold only as many workers as the scheduler's scaling rule says are useful; release the rest."""
+    hold_at_most: Count | None = None
+    """Hold no more workers than this of those that the market grants; a lost one is replaced. None: all of them."""
+
+    @property
+    def is_held(self) -> bool:
+        """Workers are asked for, not taken as they are granted."""
+        return self.held_by_advice or self.hold_at_most is not None
 
 
 class NetworkSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -218,6 +225,8 @@ class SupplyEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     at_s: NotNegative
     workers: Count
     """Remote workers that the market grants from this moment on."""
+    usd_per_hour: NotNegative | None = None
+    """The price of every remote worker from this moment on; none: as before, at first `fleet.price_usd_per_hour`."""
 
 
 class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,7 +234,7 @@ class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     events: list[SupplyEvent] = []
     trace: str | None = None
-    """A CSV file `at_s,workers`, in order. Its path starts from the file that says so."""
+    """A CSV file `at_s,workers` or `at_s,workers,usd_per_hour`, in order; its path is from the file that says so."""
     notice_s: NotNegative = 30.0
     """Warning before a machine is taken; 0 is death without notice."""
     market_mean_s: Positive | None = None

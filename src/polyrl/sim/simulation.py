@@ -241,7 +241,7 @@ class Simulation:
             case c.Reshape():
                 fleet.reshape(command)
             case c.AdviseFleet():
-                fleet.hold(command.num_workers)
+                fleet.hold(command.num_workers, command.let_go)
             case c.OpenRound():
                 self._open_round(command)
             case c.AddGroup():

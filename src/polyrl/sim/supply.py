@@ -31,10 +31,13 @@ _DEATH_STREAM = 0x32
 _PARTITION_STREAM = 0x33
 _SLOW_STREAM = 0x34
 _HOUR_S = 3600.0
+NOBODY = WorkerName("")
+"""A change of prices happens to no machine in particular."""
 _HEADER = ["at_s", "workers"]
+_PRICED = [*_HEADER, "usd_per_hour"]
 
-WorldKind = Literal["grant", "notice", "take", "die", "restart", "cut", "heal"]
-_ORDER_AT_ONE_MOMENT = ("grant", "restart", "heal", "cut", "notice", "die", "take")
+WorldKind = Literal["price", "grant", "notice", "take", "die", "restart", "cut", "heal"]
+_ORDER_AT_ONE_MOMENT = ("price", "grant", "restart", "heal", "cut", "notice", "die", "take")
 
 
 class WorldEvent(Struct, frozen=True):
@@ -47,6 +50,8 @@ class WorldEvent(Struct, frozen=True):
     """The moment at which a granted machine joins."""
     goes_at_s: Seconds | None = None
     """The moment at which a machine goes that was given notice."""
+    usd_per_hour: float | None = None
+    """The price of machines that are started from now on."""
 
 
 class _Machine(Struct):
@@ -70,8 +75,13 @@ def plan_supply(
     trace: list[SupplyEvent] | None = None,
 ) -> list[WorldEvent]:
     """Everything that happens to remote machines up to the horizon. `trace` is the content of `supply.trace`."""
-    machines = _machines(fleet, _levels(fleet, supply, seed, horizon_s, trace), horizon_s)
-    events: list[tuple[int, WorldEvent]] = []
+    levels = _levels(fleet, supply, seed, horizon_s, trace)
+    machines = _machines(fleet, levels, horizon_s)
+    events: list[tuple[int, WorldEvent]] = [
+        (0, WorldEvent(level.at_s, "price", NOBODY, usd_per_hour=level.usd_per_hour))
+        for level in levels
+        if level.usd_per_hour is not None and level.at_s <= horizon_s
+    ]
     for machine in machines:
         happens = [*_life(machine, supply.notice_s), *_deaths(machine, faults, seed, horizon_s)]
         happens += _partitions(machine, faults, seed, horizon_s)
@@ -95,14 +105,15 @@ def read_supply_trace(path: Path | str) -> list[SupplyEvent]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not a text file in UTF-8") from error
-    rows = csv.reader(text.splitlines())
-    if [cell.strip() for cell in next(rows, [])] != _HEADER:
-        raise ConfigError(f"{path}:1: expected the header {','.join(_HEADER)}")
+    rows = csv.reader(line for line in text.splitlines() if not line.startswith("#"))
+    header = [cell.strip() for cell in next(rows, [])]
+    if header not in (_HEADER, _PRICED):
+        raise ConfigError(f"{path}:1: expected the header {','.join(_HEADER)} or {','.join(_PRICED)}")
     events: list[SupplyEvent] = []
     for row in rows:
         if not row:
             continue
-        event = _trace_event(row, f"{path}:{rows.line_num}")
+        event = _trace_event(row, header, f"{path}:{rows.line_num}")
         if events and event.at_s < events[-1].at_s:
             raise ConfigError(
                 f"{path}:{rows.line_num}: at_s {event.at_s:g} comes before {events[-1].at_s:g}; expected order"
@@ -113,12 +124,15 @@ def read_supply_trace(path: Path | str) -> list[SupplyEvent]:
     return events
 
 
-def _trace_event(row: list[str], where: str) -> SupplyEvent:
-    if len(row) != len(_HEADER):
-        raise ConfigError(f"{where}: expected {len(_HEADER)} values ({','.join(_HEADER)}), got {len(row)}")
+def _trace_event(row: list[str], header: list[str], where: str) -> SupplyEvent:
+    if len(row) != len(header):
+        raise ConfigError(f"{where}: expected {len(header)} values ({','.join(header)}), got {len(row)}")
     at_s = _number(row[0], float, f"{where}: at_s", "a number of seconds, 0 or more")
     workers = _number(row[1], int, f"{where}: workers", "a whole number, 0 or more")
-    return SupplyEvent(at_s=at_s, workers=int(workers))
+    price = None
+    if header == _PRICED:
+        price = _number(row[2], float, f"{where}: usd_per_hour", "dollars an hour, 0 or more")
+    return SupplyEvent(at_s=at_s, workers=int(workers), usd_per_hour=price)
 
 
 def _number(cell: str, kind: type[float] | type[int], where: str, expected: str) -> float:

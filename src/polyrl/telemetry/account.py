@@ -28,6 +28,7 @@ from polyrl.scheduling.core.events import (
     Event,
     FleetReported,
     RewardFinished,
+    SupplyOffered,
     TokensArrived,
     TrainerLeft,
     TrainerReplaced,
@@ -65,9 +66,20 @@ class Life(Struct):
     """For a worker that was not heard of after an absence of the driver: when the absence began."""
     missed_since: Seconds | None = None
     """Nobody knows yet whether it lived on: the driver was away from then on, and has not heard of it."""
+    repriced: list[tuple[Seconds, float]] = []
+    """From when on it cost something else an hour."""
     ending: Literal["", "left", "lost"] = ""
     """`lost`: it went without handing over."""
     why: str = ""
+
+    def usd(self, end: Seconds) -> float:
+        """Return its dollars up to then: every second times the price of that second."""
+        moments = [*((min(at, end), price) for at, price in self.repriced), (end, 0.0)]
+        since, price, usd = self.began_at - self.starting_s, self.price_usd_per_hour, 0.0
+        for moment, next_price in moments:
+            usd += (moment - since) * price / _HOUR_S
+            since, price = moment, next_price
+        return usd
 
 
 class OpenAmounts(Struct, frozen=True):
@@ -288,6 +300,10 @@ class FleetWatcher:
             for worker in [worker for seat, worker in seats.items() if seat not in self._by_seat]:
                 starting_s = event.starting_s if isinstance(event, WorkerJoined) else 0.0
                 self._begin(worker, now, starting_s, ledger)
+        if isinstance(event, SupplyOffered):
+            for seat, life in self._by_seat.items():
+                if life.worker in event.workers and not life.local and not seats[seat].unheard:
+                    life.repriced.append((now, ledger.workers[life.worker].price_usd_per_hour))
         for seat, worker in seats.items():
             self._owes[seat] = worker.state != "draining" or bool(worker.leases)
             if worker.unheard:

@@ -38,7 +38,7 @@ def _seconds_and_dollars(account: Account) -> Iterator[str]:
         end = next(moment for moment in known if moment is not None)
         life_s = end - life.began_at + life.starting_s
         seconds, usd = expected.get(life.worker, (0.0, 0.0))
-        expected[life.worker] = seconds + life_s, usd + life_s * life.price_usd_per_hour / _HOUR_S
+        expected[life.worker] = seconds + life_s, usd + life.usd(end)
     paid = {name: (line.paid_s, line.usd) for name, line in lines.items()}
     if OTHERS in lines:  # who went long ago has no line of its own: all together must be right
         paid, expected = ({"(all)": _sums(one)} for one in (paid, expected))

@@ -395,6 +395,20 @@ class RewardsTold(Frame, frozen=True, tag="rewards"):
         make_plain(self, "function", "why")
 
 
+class Offered(Frame, frozen=True, tag="offered"):
+    """What the trainer's provider of workers offers: how many could be had in all, and the price of another one."""
+
+    seq: Natural
+    num_workers: Natural
+    usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)]
+    workers: Annotated[tuple[PeerText, ...], Meta(max_length=100_000)] = ()
+    """Workers that cost so much, too, from now on."""
+
+    def __post_init__(self) -> None:
+        if not all(name.isprintable() for name in self.workers):
+            force_setattr(self, "workers", tuple(plain(name)[:_MAX_TEXT] for name in self.workers))
+
+
 class Published(Frame, frozen=True, tag="published"):
     seq: Natural
     version: VersionNumber
@@ -415,6 +429,7 @@ Statement = (
     | StepDone
     | Validating
     | RewardsTold
+    | Offered
     | Published
 )
 FromTrainer = TrainerHello | Statement
@@ -551,6 +566,8 @@ class WidthPlanned(Frame, frozen=True, tag="width"):
 class FleetAdvised(Frame, frozen=True, tag="advice"):
     num_workers: int
     why: str
+    let_go: tuple[str, ...] = ()
+    """Workers that are too many, the least useful first."""
 
 
 ToTrainer = (

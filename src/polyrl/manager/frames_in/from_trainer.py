@@ -57,7 +57,7 @@ def _hear(run: Run, session: TrainerSession, raw: bytes) -> None:
     session.acknowledge(frame.seq)
 
 
-def _state(run: Run, frame: frames.Statement) -> None:
+def _state(run: Run, frame: frames.Statement) -> None:  # noqa: C901 (a case for each kind)
     match frame:
         case frames.RequestRound():
             _request_round(run, Step(frame.step))
@@ -79,6 +79,8 @@ def _state(run: Run, frame: frames.Statement) -> None:
             run.tell(e.ValidationBegan() if frame.begins else e.ValidationEnded())
         case frames.RewardsTold():
             run.rewards = frame, run.lobby.now()
+        case frames.Offered():
+            run.tell(e.SupplyOffered(frame.num_workers, frame.usd_per_hour, tuple(map(WorkerName, frame.workers))))
         case frames.Published():
             _published(run, frame)
         case _:

@@ -251,11 +251,13 @@ class ReportStep(CommandStruct, frozen=True, tag=True):
     line: StepLine
 
 
-class AdviseFleet(CommandStruct, frozen=True, tag=True):
+class AdviseFleet(CommandStruct, frozen=True, tag=True, omit_defaults=True):
     """The number of remote workers worth holding. Only informs."""
 
     num_workers: int
     why: str
+    let_go: tuple[WorkerName, ...] = ()
+    """Workers that are too many, the least useful first."""
 
 
 class Reshape(CommandStruct, frozen=True, tag=True):

@@ -91,6 +91,15 @@ class DrainRequested(EventStruct, frozen=True, tag=True):
     """How long its machine stays; 0: it hands over now."""
 
 
+class SupplyOffered(EventStruct, frozen=True, tag=True):
+    """A provider of workers says how many could be had in all, and what another one costs."""
+
+    num_workers: int
+    usd_per_hour: float
+    workers: tuple[WorkerName, ...] = ()
+    """Workers that cost so much, too, from now on."""
+
+
 class WeightsInstalled(EventStruct, frozen=True, tag=True):
     worker: WorkerName
     incarnation: Incarnation
@@ -408,6 +417,7 @@ Event = (
     | WorkerJoined
     | WorkerLeft
     | DrainRequested
+    | SupplyOffered
     | GroupRejected
     | StepRestarted
     | StepTrained

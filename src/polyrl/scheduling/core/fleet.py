@@ -149,6 +149,10 @@ class Worker(Struct):
     why_leaving: str = ""
     is_closed: bool = False
     """It was given notice, and goes so soon that nothing more is worth beginning there."""
+    begun_at: Seconds | None = None
+    """When its machine began to start; None: it has been able to write since."""
+    is_taken: bool = False
+    """Its machine is taken away, with notice: nobody here wanted that."""
 
     @property
     def may_relay(self) -> bool:

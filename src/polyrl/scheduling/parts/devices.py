@@ -19,7 +19,7 @@ from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker, settle
 from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import failures, leases
-from polyrl.scheduling.rules import seeding
+from polyrl.scheduling.rules import scaling, seeding
 
 _RECHECK_S = 2.0
 _CROWD = 16
@@ -45,8 +45,18 @@ def arm_window(desk: Desk, now: Seconds) -> None:
 
 def _window_end(desk: Desk, round_: Round) -> Seconds:
     """The window starts with the step: when its round opens, or when the step before is trained if that is later."""
-    span = seeding.window(desk.config.seeding, desk.state.seeding[round_.kind], desk.state.fleet.num_remote).seconds
+    span = _window_s(desk, round_)
     return max(round_.opened_at, desk.state.clock.step_began_at) + span
+
+
+def _window_s(desk: Desk, round_: Round) -> Seconds:
+    """The autoscaler changes the fleet often: then the window is that of the fleet as it is now."""
+    state, config = desk.state, desk.config
+    num_workers, learned = state.fleet.num_remote, state.seeding[round_.kind]
+    span = seeding.window(config.seeding, learned, num_workers).seconds
+    if not config.scaling.enabled or config.seeding.mode != "learned" or num_workers == 0:
+        return span
+    return scaling.window_s(state.scaling, round_.kind, learned, span, num_workers)
 
 
 def window_over(desk: Desk, step: int, now: Seconds) -> None:
@@ -103,7 +113,7 @@ def _renew_window(desk: Desk, round_: Round | None, now: Seconds) -> None:
     """Devices that come back in mid-step seed once more, for as long as suits the fleet as it is now."""
     if round_ is None or now < _window_end(desk, round_):
         return
-    span = seeding.window(desk.config.seeding, desk.state.seeding[round_.kind], desk.state.fleet.num_remote).seconds
+    span = _window_s(desk, round_)
     if span < math.inf:
         desk.deadlines.set(("seed", round_.step), now + max(span, _RECHECK_S))
 

@@ -55,6 +55,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         earned=credit.at_join(desk, line, slots, local=event.local),
         has_stalled=line.num_stalls > 0,
         relays=event.relays,
+        begun_at=now - _sane(event.starting_s) if desk.config.scaling.enabled else None,
     )
     fleet.next_seat += 1
     fleet.add(worker, now)
@@ -163,6 +164,8 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
     line = desk.ledger.workers[worker.name]
     line.paid_until = worker.since
     line.num_losses += worker.owes
+    if desk.config.scaling.enabled:
+        state.scaling.num_lost += not worker.local and (worker.is_taken or not drained)
     for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
         desk.deadlines.clear((name, worker.seat))
     for lease in list(worker.leases):
@@ -371,6 +374,9 @@ def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: 
         return
     worker.version = event.version
     worker.num_pull_failures = 0
+    if worker.begun_at is not None:
+        desk.state.scaling.saw_ready(now - worker.begun_at)
+        worker.begun_at = None
     if worker.pulling == event.version:
         _stop_pull(desk, worker)
     _refresh_state(desk, worker, now)

@@ -30,6 +30,7 @@ def given(desk: Desk, worker: Worker, why: str, notice_s: Seconds, now: Seconds)
         return
     worker.leaves_at = now + (notice_s if 0.0 < notice_s < math.inf else 0.0)
     worker.why_leaving = why
+    worker.is_taken = desk.config.scaling.enabled and notice_s > 0.0
     look(desk, worker, now)
 
 

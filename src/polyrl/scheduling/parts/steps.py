@@ -7,20 +7,26 @@ Rules kept here: the clock stands still while the trainer validates, and while i
 anything of how long a step takes. A step that is begun anew has waited and trained for nothing.
 """
 
+import math
+
 from polyrl.ids import Seconds, Step, WorkerName
-from polyrl.scheduling.core.commands import AdviseFleet, ReportStep
+from polyrl.scheduling.core.commands import AdviseFleet, ReportStep, RoundKind
 from polyrl.scheduling.core.desk import Desk, TrainerClock
-from polyrl.scheduling.core.fleet import settle
+from polyrl.scheduling.core.events import SupplyOffered
+from polyrl.scheduling.core.fleet import Worker, settle
 from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import devices, membership, reshaping, reward_workers, rounds
 from polyrl.scheduling.rules import adaptive, scaling, seeding
+from polyrl.scheduling.rules.autoscaling import ScaledWorker
 from polyrl.scheduling.rules.seeding import StepTimes
 from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
 
 _ADAPT_EVERY = 8
 """Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
+_MOST_FASTER = 8.0
+"""How much faster or slower than a worker the trainer's own engines are believed to be."""
 _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 
@@ -137,15 +143,13 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     kept_before = desk.ledger.tokens_kept
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
     times = _measure(desk, now)
+    _take_window_in_force(desk, round_.kind, times.workers_now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = desk.ledger.tokens_kept - kept_before
     state.last_line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
     desk.commands.append(ReportStep(state.last_line))
-    begin_s = scaling.BEGIN_S if state.rules >= 2 else 0.0
-    seeded_s, num_remote = state.clock.seeded_s, state.fleet.num_remote
-    advice = scaling.advise(state.scaling, desk.config.scaling, times, seeded_s, num_remote, begin_s)
-    if advice is not None:
-        desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
+    _advise(desk, times, state.last_line)
+    _foresee_window(desk, round_.kind, times)
     if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):
         _adapt(desk)
     desk.lengths.age(_FORGET_PER_STEP)
@@ -164,6 +168,95 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     desk.rounds_due = True
     desk.devices_due = True
     desk.place_due = True
+
+
+def _take_window_in_force(desk: Desk, kind: RoundKind, num_workers: int) -> None:
+    """With the autoscaler: correct the window that this fleet had, and not the one of the fleet before."""
+    learned = desk.state.seeding[kind]
+    if desk.config.scaling.enabled and desk.config.seeding.mode == "learned":
+        before = learned.t_seed_s
+        learned.t_seed_s = scaling.window_s(desk.state.scaling, kind, learned, before, num_workers)
+        learned.last_correction_s = learned.last_correction_s if learned.t_seed_s == before else 0.0
+        learned.num_workers = num_workers
+
+
+def _foresee_window(desk: Desk, kind: RoundKind, times: StepTimes) -> None:
+    """With the autoscaler: a step whose fleet changed teaches no window, and the model of a step gives one."""
+    learned, model = desk.state.seeding[kind], desk.state.scaling.models.get(kind)
+    num, changed = times.workers_now, abs(times.mean_workers - times.workers_now) >= seeding.SAME_FLEET
+    if model is not None and changed and num and num not in learned.memory and desk.config.seeding.mode == "learned":
+        learned.t_seed_s = model.window_s(num)
+
+
+def _advise(desk: Desk, times: StepTimes, line: StepLine) -> None:
+    """Say how many workers to hold, if that has changed."""
+    state, config = desk.state, desk.config.scaling
+    seeded_s = state.clock.seeded_s
+    if config.enabled:
+        advice = scaling.autoscale(state.scaling, config, times, seeded_s, _scaling_facts(desk, line))
+    else:
+        begin_s = scaling.BEGIN_S if state.rules >= 2 else 0.0
+        advice = scaling.advise(state.scaling, config, times, seeded_s, state.fleet.num_remote, begin_s)
+    if advice is not None:
+        desk.commands.append(AdviseFleet(advice.num_workers, advice.why, advice.let_go))
+
+
+def _scaling_facts(desk: Desk, line: StepLine) -> scaling.ScalingFacts:
+    lines = desk.ledger.workers
+    remote = [worker for worker in desk.seats.values() if not worker.local and worker.state != "draining"]
+    held = tuple(
+        ScaledWorker(
+            name=worker.name,
+            seat=worker.seat,
+            usd_per_hour=lines[worker.name].price_usd_per_hour,
+            rate=_full_rate(worker),
+            leaves=worker.leaves_at is not None,
+        )
+        for worker in remote
+    )
+    return scaling.ScalingFacts(
+        held=held,
+        step=line.step,
+        kind=line.kind,
+        step_s=line.step_s,
+        num_tokens=line.tokens_trained,
+        local_speed=_local_speed(desk.state.fleet.local(), remote),
+        trainer_usd_per_hour=desk.config.trainer_usd_per_hour,
+        spent_usd=sum(one.usd for one in lines.values()),
+    )
+
+
+def _local_speed(local: list[Worker], remote: list[Worker]) -> float:
+    """Return how fast the trainer's own engines are against the fleet's, as seen with as many samples at once."""
+    most = [max((num for one in group for num in one.speed.samples), default=0.0) for group in (local, remote)]
+    here, there = ([one.speed.step_s(min(most)) for one in group if one.speed.samples] for group in (local, remote))
+    local_s, remote_s = ([seconds for seconds in group if seconds] for group in (here, there))
+    if not local_s or not remote_s:
+        return 1.0
+    ratio = (sum(remote_s) / len(remote_s)) / (sum(local_s) / len(local_s))
+    return min(_MOST_FASTER, max(1.0 / _MOST_FASTER, ratio))
+
+
+def _full_rate(worker: Worker) -> float:
+    """Return the tokens a second of a worker that is full, as far as it was seen; 0: it was not."""
+    num = max(1, worker.limit)
+    step_s = worker.speed.step_s(num)
+    return num / step_s if step_s else 0.0
+
+
+def supply_offered(desk: Desk, event: SupplyOffered, now: Seconds) -> None:
+    """Note what the provider of workers says. It is weighed at the end of the step. A worker that was not heard of
+    since the driver was away keeps its price: nobody knows yet whether it is paid."""
+    state, fleet = desk.state.scaling, desk.state.fleet
+    state.offered = max(0, event.num_workers)
+    if not 0.0 <= event.usd_per_hour < math.inf:
+        return
+    state.offered_usd_per_hour = event.usd_per_hour
+    for name in event.workers:
+        worker = fleet.seats.get(fleet.by_name.get(name, -1))
+        if worker is not None and not worker.local and not worker.unheard:
+            settle(worker, desk.ledger, now)
+            desk.ledger.workers[name].price_usd_per_hour = event.usd_per_hour
 
 
 def _adapt(desk: Desk) -> None:

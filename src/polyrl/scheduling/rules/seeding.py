@@ -44,6 +44,8 @@ class SeedingState(msgspec.Struct):
     t_seed_s: Seconds
     memory: dict[int, Seconds] = msgspec.field(default_factory=dict)
     """The window last learned, by number of workers."""
+    num_workers: int = 0
+    """The number of workers that `t_seed_s` is for; kept where the autoscaler is at work."""
     last_correction_s: Seconds = 0.0
     """Zero when the next correction has nothing to turn back on."""
 

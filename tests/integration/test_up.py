@@ -1,0 +1,87 @@
+"""A run's workers from its provider: kept by the trainer, changed by `polyrl up` and `polyrl down`, and scaled."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.integration.desks import bare_desk, model
+from tests.integration.test_train import desk, start
+
+__all__ = ["bare_desk", "desk", "model"]  # fixtures
+pytestmark = pytest.mark.timeout(600)
+RUN = Path("runs/tiny")
+
+
+def polyrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "polyrl", *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def until(holds: Callable[[], bool], seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def workers() -> dict[str, int]:
+    """The run's workers, by name, with their processes."""
+    files = sorted((RUN / "fleet").glob("worker-*.json"))
+    found = {file.stem: json.loads(file.read_text())["pid"] for file in files}
+    return {name: pid for name, pid in found.items() if Path(f"/proc/{pid}").exists()}
+
+
+@contextmanager
+def running(*settings: str) -> Iterator[None]:
+    with Path("their_reward.py").open("a") as reward:
+        reward.write("\n\ndef fine(given):\n    return given.num_tokens % 2\n")
+    process = start("train.steps=100000", "data.reward=their_reward:fine", *settings)
+    try:
+        until((RUN / "metrics.jsonl").exists)
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+
+
+def test_a_worker_that_is_killed_is_started_again_and_up_and_down_may_be_said_twice(desk: Path):
+    with running("fleet.workers=1"):
+        until(lambda: len(workers()) == 1)
+        first = workers()["worker-0"]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: workers().get("worker-0", first) != first)
+        up = polyrl("up", str(RUN), "--workers", "2")
+        assert up.returncode == 0, up.stdout + up.stderr
+        assert sorted(workers()) == ["worker-0", "worker-1"]
+        again = polyrl("up", str(RUN), "--workers", "2")
+        assert (again.returncode, again.stdout) == (0, "nothing to do: 2 workers there\n")
+        down = polyrl("down", str(RUN))
+        assert down.returncode == 0, down.stdout + down.stderr
+        assert workers() == {}
+        assert polyrl("down", str(RUN)).stdout == "nothing to do: 0 workers there\n"
+        assert polyrl("up", str(RUN), "--auto").returncode == 0
+        until(lambda: len(workers()) == 1)
+    until(lambda: workers() == {})
+
+
+def test_what_cannot_be_brought_up_is_one_line(desk: Path):
+    for arguments, why in (
+        (("up", "nowhere"), "nowhere: is no run of `polyrl train`"),
+        (("up", "nowhere", "--workers", "-3"), "--workers: -3; expected 0 to 10000"),
+        (("up", "nowhere", "--workers", "3", "--auto"), "--auto: the run chooses"),
+        (("down", "nowhere"), "nowhere: is no run"),
+        (("train", "recipe.toml", "fleet.provider=nobody"), 'fleet.provider: unknown name "nobody"'),
+    ):
+        done = polyrl(*arguments)
+        assert done.returncode == 2, arguments
+        assert why in done.stderr
+        assert done.stderr.count("\n") == 1
