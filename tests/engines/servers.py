@@ -77,7 +77,7 @@ class Running:
 
 
 @contextmanager
-def running(setup: Setup, folder: Path, **settings: Any) -> Iterator[Running]:
+def running(setup: Setup, folder: Path) -> Iterator[Running]:
     models = [save(setup, folder / f"{setup}-{seed}", seed) for seed in range(3)]
     flag = "--tensor-parallel-size" if setup.kind == "vllm" else "--tp-size"
     config = ServedConfig(
@@ -86,7 +86,6 @@ def running(setup: Setup, folder: Path, **settings: Any) -> Iterator[Running]:
         kv_tokens=16_384,
         slots=16,
         flags=(flag, str(setup.num_slices)),
-        **settings,
     )
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -112,7 +112,7 @@ def test_a_server_that_verifies_drafts_is_given_no_truncated_sample(tmp_path):
         assert stage.sink.ends[lease][1].endswith("and without speculation")
         assert len(await stage.text()) == 16
 
-    play(script, tmp_path, speculation="ngram")
+    play(script, tmp_path, "--speculative-config", '{"method": "ngram"}')
 
 
 def test_what_would_harm_a_server_never_reaches_it(tmp_path):

@@ -44,7 +44,11 @@ CYCLE = 64
 """Tokens of the cycle that an imposed model goes through."""
 SHARES = (0.97, 0.85, 0.0)
 """How often its next token is the cycle's: high, middling, and never."""
-TURNS = 1 if SMALL else 3
+LONG = "--long" in sys.argv
+"""With --small: answers long enough for the gate to open, in three turns; for figures of a CPU."""
+if LONG:
+    sys.argv.remove("--long")
+TURNS = 1 if SMALL and not LONG else 3
 
 
 class Sink:
@@ -229,7 +233,7 @@ def prompt_of(number: int, length: int) -> list[int]:
 
 
 async def check_speed(batches: list[int]) -> None:
-    prompt, new = (16, 64) if SMALL else (256, 1536)
+    prompt, new = (16, 600 if LONG else 64) if SMALL else (256, 1536)
     for share in SHARES:
         model = imposed_model(share)
         for batch in batches:

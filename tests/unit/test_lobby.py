@@ -12,9 +12,10 @@ from polyrl.ids import HostName
 from polyrl.manager import opening
 from polyrl.manager.frames_in import from_workers, joining
 from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.prometheus import metrics
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
-from polyrl.manager.status import metrics, status
+from polyrl.manager.status import status
 from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
 from polyrl.wire.control import JoinRequest, RunRequest

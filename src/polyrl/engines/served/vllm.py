@@ -169,7 +169,9 @@ class VllmServer:
 
 
 def _speculation(config: ServedConfig) -> dict[str, Any]:
-    """Drafts are verified against the target model: its distribution stays, and so do its log-probabilities."""
+    """Raises EngineError on the CPU, where vLLM 0.32 started with drafts and wrote no token."""
+    if config.is_on_cpu:
+        raise EngineError("speculation: vLLM wrote no token with it on the CPU; expected off, or a GPU")
     if config.speculation == "suffix":
         return {"method": "suffix", "num_speculative_tokens": config.draft_tokens}
     lookup = {"prompt_lookup_min": _LOOKUP_TOKENS[0], "prompt_lookup_max": _LOOKUP_TOKENS[1]}
