@@ -54,7 +54,7 @@ def running(*settings: str) -> Iterator[None]:
 
 
 def test_a_worker_that_is_killed_is_started_again_and_up_and_down_may_be_said_twice(desk: Path):
-    with running("fleet.workers=1"):
+    with running("fleet.workers=1", "fleet.spot=true", "fleet.price_usd_per_hour=0.4", "fleet.wait=true"):
         until(lambda: len(workers()) == 1)
         first = workers()["worker-0"]
         os.kill(first, signal.SIGKILL)

@@ -67,10 +67,9 @@ def worker_arguments(
     width: int = 1,
     *,
     shares_files: bool = True,
-    is_here: bool = True,
 ) -> list[str]:
-    """Return the arguments of `polyrl` for a worker of this run, `is_here`: on this machine, whose engine has `width`
-    devices. Without `shares_files` it does not see the run's directory: its token comes in an environment variable."""
+    """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. Without `shares_files`
+    it does not see the run's directory: its token comes in an environment variable."""
     wanted = recipe.fleet
     arguments = ["worker", "--join", url, *_trust(recipe), "--engine", wanted.engine, "--model", recipe.model.path]
     arguments += ["--name", name]
@@ -94,7 +93,7 @@ def worker_arguments(
     if wanted.engine_python:
         arguments += ["--engine-python", wanted.engine_python]
     if wanted.spot:
-        arguments += ["--spot", "signal" if is_here else "auto"]
+        arguments.append("--spot")
     if wanted.price_usd_per_hour:
         arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
     return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items()), *flags]
