@@ -68,8 +68,8 @@ def worker_arguments(
     *,
     shares_files: bool = True,
 ) -> list[str]:
-    """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. Without `shares_files`
-    it does not see the run's directory: its token comes in an environment variable."""
+    """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. One without
+    `shares_files` does not see the run's directory: its token comes in an environment variable."""
     wanted = recipe.fleet
     arguments = ["worker", "--join", url, *_trust(recipe), "--engine", wanted.engine, "--model", recipe.model.path]
     arguments += ["--name", name]
