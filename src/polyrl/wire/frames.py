@@ -337,6 +337,9 @@ class Took(Frame, frozen=True, tag="took"):
     worker: PeerText = ""
     """The local worker whose devices train them; empty: all of the trainer's."""
 
+    def __post_init__(self) -> None:
+        make_plain(self, "worker")
+
 
 class Rejected(Frame, frozen=True, tag="rejected"):
     seq: Natural
@@ -355,6 +358,9 @@ class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
     step: Natural
     worker: PeerText = ""
     """The local worker whose devices had it; empty: all of the trainer's."""
+
+    def __post_init__(self) -> None:
+        make_plain(self, "worker")
 
 
 class RestartStep(Frame, frozen=True, tag="restart_step"):

@@ -24,8 +24,18 @@ def hostile(attack: Attack, outside: Outside) -> Program:
     return Program(source=outside.fill_in(attack.source), cases=(InputCase(output="ESCAPED"),))
 
 
+_others: set[int] = set()
+"""Processes that other tests have left to this process, such as the one that a tracker's library keeps."""
+
+
+@pytest.fixture(autouse=True)
+def know_the_others() -> None:
+    _others.clear()
+    _others.update(descendants())
+
+
 def descendants() -> set[int]:
-    return {one.pid for one in psutil.Process().children(recursive=True)}
+    return {one.pid for one in psutil.Process().children(recursive=True)} - _others
 
 
 async def until_full(sandbox: Sandbox, size: int) -> None:
