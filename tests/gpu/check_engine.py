@@ -34,6 +34,7 @@ from tests.gpu.setting import (  # noqa: E402
     ARCH,
     DEVICE,
     SMALL,
+    Sink,
     need_a_gpu_or_small,
     print_profile,
     synchronize,
@@ -49,20 +50,6 @@ from polyrl.engines.builtin.models import describe  # noqa: E402
 from polyrl.engines.builtin.steps import DrawRule  # noqa: E402
 from polyrl.engines.engine import Job  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.text: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float]] = {}
-        self.ends: dict[int, str] = {}
-
-    def tokens(self, lease, tokens, logprobs, version) -> None:
-        self.text.setdefault(lease, []).extend(tokens)
-        self.logprobs.setdefault(lease, []).extend(logprobs)
-
-    def ended(self, lease, reason, detail="") -> None:
-        self.ends[lease] = f"{reason} {detail}".strip()
 
 
 async def generate(folder: Path, jobs: list[Job], **config) -> Sink:

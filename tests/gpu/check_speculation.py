@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 
 import torch  # noqa: E402
 from tests.builtin.tiny_models import save_tiny  # noqa: E402
-from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small, synchronize  # noqa: E402
+from tests.gpu.setting import ARCH, DEVICE, SMALL, Sink, need_a_gpu_or_small, synchronize  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from polyrl.bench.engine import Work, make_model  # noqa: E402
@@ -49,20 +49,6 @@ LONG = "--long" in sys.argv
 if LONG:
     sys.argv.remove("--long")
 TURNS = 1 if SMALL and not LONG else 3
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.text: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float]] = {}
-        self.ends: dict[int, str] = {}
-
-    def tokens(self, lease, tokens, logprobs, version) -> None:
-        self.text.setdefault(lease, []).extend(tokens)
-        self.logprobs.setdefault(lease, []).extend(logprobs)
-
-    def ended(self, lease, reason, detail="") -> None:
-        self.ends[lease] = f"{reason} {detail}".strip()
 
 
 async def finish(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> float:

@@ -23,6 +23,22 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton
 
 
+class Sink:
+    """What an engine says of its samples, by lease."""
+
+    def __init__(self) -> None:
+        self.text: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.ends: dict[int, str] = {}
+
+    def tokens(self, lease: Any, tokens: Any, logprobs: Any, version: Any) -> None:
+        self.text.setdefault(lease, []).extend(tokens)
+        self.logprobs.setdefault(lease, []).extend(logprobs)
+
+    def ended(self, lease: Any, reason: Any, detail: str = "") -> None:
+        self.ends[lease] = f"{reason} {detail}".strip()
+
+
 def need_a_gpu_or_small() -> None:
     """End the script where it would run the real shape on a CPU."""
     if DEVICE == "cpu" and not SMALL:
