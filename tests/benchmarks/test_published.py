@@ -1,7 +1,7 @@
 """The calibration of the shipped scenarios holds: a few steps of each comparison of benchmarks/published.py.
 
 Few steps are noisy, so tolerances are wider here than on docs/results/published-figures.md. The whole command, with the
-tolerances that count, is the test marked `long`.
+tolerances that count, is the test marked `long`; the dearer of each pair of cases is for `make test-chaos`.
 """
 
 import json
@@ -25,7 +25,7 @@ def figure(value, case, *overrides):
     return value(played(case, *overrides).measured)
 
 
-@pytest.mark.parametrize("cap", ["8k", "16k"])
+@pytest.mark.parametrize("cap", ["8k", pytest.param("16k", marks=pytest.mark.chaos)])
 def test_over_provisioning_shortens_the_rollout_as_published(cap):
     cases = published.factor_cases(cap)
     seconds = {
@@ -39,7 +39,7 @@ def test_over_provisioning_shortens_the_rollout_as_published(cap):
     assert seconds["both"] < seconds["prompts"]
 
 
-@pytest.mark.parametrize("cap", ["8k", "16k"])
+@pytest.mark.parametrize("cap", ["8k", pytest.param("16k", marks=pytest.mark.chaos)])
 def test_everything_on_is_as_much_faster_than_the_synchronous_baseline_as_published(cap):
     cases = published.speedup_cases(cap)
     base = figure(published.step_s, cases["baseline"], "run.steps=5")
@@ -54,7 +54,7 @@ def test_the_8b_baseline_trains_the_tokens_a_second_that_it_was_calibrated_on():
     assert speed == pytest.approx(published.TOK_S_8B[0], rel=0.05)
 
 
-@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(4, marks=pytest.mark.chaos)])
 def test_elastic_8b_lands_near_the_published_throughput_and_window(num_workers):
     case = published.Case("elastic-8b", (f"fleet.workers={num_workers}", "run.steps=16", "run.warmup_steps=11"))
     steps = played(case).measured
@@ -62,6 +62,7 @@ def test_elastic_8b_lands_near_the_published_throughput_and_window(num_workers):
     assert published.window_s(steps) == pytest.approx(published.WINDOW_S_8B[num_workers], rel=0.3)
 
 
+@pytest.mark.chaos
 def test_migrating_saves_about_the_published_share_of_the_overhead():
     case = published.Case("three-of-six", ("faults.kill_at_s=[200]", "run.steps=13", "faults.kill_step=12"))
     took = {

@@ -1,4 +1,7 @@
-"""The CUDA runner on an emulated GPU (emulated_gpu.py): it answers as the CPU's does. On a real one: tests/gpu."""
+"""The CUDA runner on an emulated GPU (emulated_gpu.py): it answers as the CPU's does. On a real one: tests/gpu.
+
+One case is for `make test`, the others for `make test-gpu-scripts`.
+"""
 
 import json
 import os
@@ -85,12 +88,12 @@ print(json.dumps(told))
 @pytest.mark.parametrize(
     ("what", "family", "num_layers"),
     [
-        ("plain", "qwen3", 2),
         ("truncated", "llama", 1),
-        ("invariant", "qwen2", 1),
-        ("sleeping", "gemma3_text", 2),
-        ("offloading", "qwen3", 1),
-        ("speculating", "mistral", 1),
+        pytest.param("plain", "qwen3", 2, marks=pytest.mark.gpu_scripts),
+        pytest.param("invariant", "qwen2", 1, marks=pytest.mark.gpu_scripts),
+        pytest.param("sleeping", "gemma3_text", 2, marks=pytest.mark.gpu_scripts),
+        pytest.param("offloading", "qwen3", 1, marks=pytest.mark.gpu_scripts),
+        pytest.param("speculating", "mistral", 1, marks=pytest.mark.gpu_scripts),
     ],
 )
 def test_answers_are_those_of_the_cpu(what: str, family: str, num_layers: int, tmp_path):

@@ -76,6 +76,7 @@ def texts(groups: list[Group]) -> dict[int, list[int]]:
     return {sample.id: sample.tokens.tolist() for group in groups for sample in group.samples}
 
 
+@pytest.mark.chaos  # test_exactness.py moves samples between engines of one process
 @pytest.mark.timeout(240)
 def test_answers_that_a_killed_worker_left_behind_go_on_elsewhere_with_the_same_tokens(tmp_path):
     folders = [tmp_path / name for name in ("model", "disturbed", "quiet")]

@@ -69,7 +69,9 @@ def _run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(one, marks=pytest.mark.gpu_scripts) for one in ("qwen2", "mistral"))]
+)
 def test_a_step_that_is_written_out_gives_what_the_modules_give(family, tmp_path):
     done = _run(SCRIPT, str(save_tiny(family, tmp_path, tie_word_embeddings=False, **SIZES)))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -92,6 +92,16 @@ async def watch(fleet: Fleet, hosts: list[Process], trainer: Trainer, looks: lis
         await asyncio.sleep(1.0)
 
 
+async def until_all_joined(trainer: Trainer) -> None:
+    """Wait for everybody: if a host comes a minute late, too few episodes are left to fill all places for long."""
+    async with asyncio.timeout(120.0):
+        while True:
+            status = await trainer.status()
+            if len(status.hosts) == 2 and len(status.workers) == NUM_WORKERS:
+                return
+            await asyncio.sleep(0.2)
+
+
 async def play(folder: Path) -> tuple[list[Look], dict[str, Any], int]:
     looks: list[Look] = []
     num_groups = 0
@@ -108,6 +118,7 @@ async def play(folder: Path) -> tuple[list[Look], dict[str, Any], int]:
         prompts = lambda domain, prompt, epoch: Prompt([])  # noqa: E731
         trainer = await stack.enter_async_context(connect(url, fleet.admin_token, CONFIG, prompts=prompts))
         await trainer.publish(0)
+        await until_all_joined(trainer)
         for step in range(ROUNDS):
             await trainer.request(step)
         watching = asyncio.create_task(watch(fleet, hosts, trainer, looks))
@@ -131,6 +142,8 @@ def figures(looks: list[Look]) -> dict[str, float]:
     """Of the time in which as many episodes are open as there are places for."""
     full = [one for one in looks if one.num_playing >= NUM_OPEN]
     settled = [one for one in full if one.at > full[0].at + 10.0]  # all engines have as many samples as they can run
+    playing = [one.num_playing for one in looks]
+    assert settled, f"{NUM_OPEN} episodes were never open for 10 s; each second there were {playing}"
     first, last = settled[0], settled[-1]
     seconds = last.at - first.at
     return {

@@ -13,7 +13,10 @@ from polyrl.ids import show_sample
 from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER
 from polyrl.journal.records import encode_header, encode_record
 from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.account import read_account
+from polyrl.telemetry.lives import FleetWatcher
 from polyrl.telemetry.timeline import Span
 
 MANY = 1_000
@@ -122,3 +125,37 @@ def test_a_live_run_is_followed_from_the_moment_its_trainer_opens_it(tmp_path: P
         assert not follower.trouble and time.monotonic() < until, follower.trouble
         time.sleep(0.05)
     follower.stop()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_look_at_those_that_events_name_sees_what_a_look_at_all_sees(seed: int):
+    """A thousand workers cannot all be looked at after each event; the spans are the same to the last second."""
+    world, few, all_ = play(seed, num_events=200), FleetWatcher(), FleetWatcher()
+    scheduler = Scheduler(world.config)
+    num_looked = [0, 0]
+    for now, event, _ in world.log:
+        commands = scheduler.handle(event, now)
+        seats = _Counted(scheduler.desk.seats)
+        few.look(seats, event, commands, now, scheduler.ledger)
+        num_looked[0] += seats.num_walked
+        all_._has_looked = False  # then it looks at each
+        all_.look(scheduler.desk.seats, event, commands, now, scheduler.ledger)
+        num_looked[1] += 1
+    assert few.timeline.rows == all_.timeline.rows
+    assert few.lives == all_.lives
+    assert num_looked[0] < num_looked[1], "some events concern few"
+
+
+class _Counted(dict[int, Worker]):
+    num_walked = 0
+
+    def values(self):
+        self.num_walked += 1
+        return super().values()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_was_spent_is_the_sum_of_the_ledger(seed: int, tmp_path: Path):
+    path = write_journal(tmp_path / FILE_NAME, play(seed, num_events=150))
+    account = read_account(path)
+    assert follow(path).spent_usd() == pytest.approx(account.ledger.usd(account.now))

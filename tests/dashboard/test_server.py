@@ -59,7 +59,7 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
     async def scenario():
         async with dashboard(path) as session:
             assert (await get(session, "runs"))[1][0]["simulation"] is True
-            for name in ("now", "metrics", "ledger", "timeline", "samples"):
+            for name in ("now", "metrics", "ledger", "timeline", "samples", "fleet"):
                 code, told = await get(session, name)
                 assert code == 200 and told, name
             code, told = await get(session, "series", names="time/step_total,nothing", x="seconds")
@@ -69,6 +69,11 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
             sample = next(lease[2] for row in rows for lease in row["leases"])
             assert (await get(session, "story", sample=sample))[1][0].startswith(f"sample {sample}: ")
             assert (await get(session, "prompt", domain=0, prompt=0))[0] == 200
+            had = (await get(session, "fleet", first=1, most=2))[1]
+            assert not had["is_there"] and had["num"] > 2 and len(had["workers"]) == 2
+            name = had["workers"][0]["name"]
+            assert name in {one["name"] for one in (await get(session, "fleet", text=name))[1]["workers"]}
+            assert (await get(session, "fleet", text="nobody"))[1]["num"] == 0
 
     run(scenario())
 
@@ -95,7 +100,8 @@ def test_without_the_token_there_is_the_page_and_nothing_of_the_run(path: Path):
         ("samples", {"low": "nan"}), ("samples", {"most": "100000"}), ("samples", {"text": "x" * 5000}),
         ("sample", {"step": "0", "name": "../../etc/passwd"}), ("story", {"sample": "no"}),
         ("story", {"sample": "9999999/0"}),
-        ("timeline", {"from": "inf"}), ("timeline", {"most": "0"}), ("prompt", {"prompt": "9" * 30}),
+        ("timeline", {"from": "inf"}), ("timeline", {"most": "0"}),
+        ("fleet", {"most": "9999"}), ("prompt", {"prompt": "9" * 30}),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_in_a_line(path: Path, name: str, query: dict[str, str]):

@@ -72,14 +72,14 @@ class TrainedHere:
         )
 
     def play(self, kills: dict[int, str]) -> None:
-        """Train to the end. Raises AssertionError with the end of the log if that fails."""
+        """Train to the end. Raises AssertionError with the end of the log if that fails, or somebody was not killed."""
         try:
             draw = random.Random(0)
             for step, victim in sorted(kills.items()):
                 self._wait(lambda wanted=step: self.num_steps >= wanted, f"{step} steps are trained")
-                time.sleep(draw.uniform(0.0, 0.7))
-                if self.trainer.poll() is None:
-                    self._kill(victim)
+                time.sleep(draw.uniform(0.0, self._last_step_s))
+                self._check(self.trainer.poll() is None, f"it ended before {victim} was killed: give it more steps")
+                self._kill(victim)
             self.trainer.wait(PATIENCE_S * 2)
             self._check(self.trainer.returncode == 0, f"exit code {self.trainer.returncode}")
         finally:
@@ -91,6 +91,10 @@ class TrainedHere:
     @property
     def num_steps(self) -> int:
         return len(self.rewards())
+
+    @property
+    def _last_step_s(self) -> float:
+        return float(read_metrics(self.run_dir / "metrics.jsonl")[-1]["time/step_total"] or 0.0)
 
     def rewards(self) -> list[tuple[Any, ...]]:
         return rewards_of(self.run_dir)

@@ -134,9 +134,9 @@ def logprob_error(folder: Path, dtype: str, sampling: Sampling, prompts: list[li
 def impose(model: Any, share: float) -> None:
     """Make the next token that of a cycle with probability `share`; otherwise any token, all equally likely."""
     vocab, width = model.config.vocab_size, model.config.hidden_size
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.mul_(0.01)
-        layer.mlp.down_proj.weight.mul_(0.01)
+    for layer in model.model.layers:  # what layers add must not drown the embedding, in wide models too
+        layer.self_attn.o_proj.weight.mul_(1e-5)
+        layer.mlp.down_proj.weight.mul_(1e-5)
     places = torch.nn.functional.normalize(torch.randn(CYCLE, width, device=DEVICE), dim=1)
     embedding = model.model.embed_tokens.weight
     embedding.copy_(places[torch.arange(vocab, device=DEVICE) % CYCLE])
@@ -185,6 +185,10 @@ class Bench:
             for rows in ROWS:
                 await asyncio.get_running_loop().run_in_executor(self.engine._thread, runner.prepare_rows, num, rows)
         await self.run(jobs, is_on=False)
+        prompts = [job.prompt for job in jobs]  # they end one by one, so that smaller batches have graphs too
+        await self.run(
+            self.jobs(prompts, [min(32 * at, jobs[0].max_tokens) for at in range(1, 1 + len(jobs))]), is_on=False
+        )
         self._speculation = None
 
     async def run(self, jobs: list[Job], *, is_on: bool) -> dict[str, Any]:
@@ -199,6 +203,7 @@ class Bench:
         if before is not None and self._speculation is not None:
             rounds, drafted, right = (now - then for now, then in zip(self._speculation.counts, before, strict=True))
             told |= {"rounds": rounds, "drafted": drafted, "accepted": right, "share_by_drafts": round(right / num, 3)}
+            told |= {"gate": self._speculation.gate_state()}
         return told
 
 

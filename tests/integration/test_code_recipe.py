@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from statistics import fmean
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from tests.integration.desks import polyrl
@@ -12,24 +12,33 @@ from polyrl.starters import programs
 from polyrl.telemetry.metrics import read_metrics
 
 __all__ = ["bubblewrap"]  # a fixture
-SHORT = (
-    "train.steps=8",
-    "optimizer.lr=1e-3",
-    "validation.num_prompts=32",
-    "validation.every_steps=8",
-    "manager.port=0",
-)
+pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.usefixtures("bubblewrap")
-def test_more_programs_pass_their_tests_after_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    programs.make_model(tmp_path / "models" / "code", seed=0, num_steps=1200)
-    process = polyrl("train", "code", *SHORT, "--quiet")
+def trained(folder: Path, num_lessons: int, *settings: str) -> list[dict[str, Any]]:
+    """Teach a model so many batches of programs, train it, and return what the run tells of its steps."""
+    programs.make_model(folder / "models" / "code", seed=0, num_steps=num_lessons)
+    process = polyrl("train", "code", "manager.port=0", *settings, "--quiet")
     said, errors = process.communicate(timeout=250)
     assert process.returncode == 0, said + errors
-    told = read_metrics(tmp_path / "runs" / "code" / "metrics.jsonl")
+    return read_metrics(folder / "runs" / "code" / "metrics.jsonl")
+
+
+def test_programs_run_in_the_sandbox_and_those_of_an_untaught_model_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    small = ("train.steps=1", "data.prompts_per_step=4", "validation.at_start=false", "validation.every_steps=0")
+    (line,) = trained(tmp_path, 2, *small, "algorithm.zero_variance=keep", "rollout.max_new_tokens=24")
+    assert line["reward/mean"] == 0.0 and line["reward/crashed/mean"] > 0.5
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_more_programs_pass_their_tests_after_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    settings = ("train.steps=8", "optimizer.lr=1e-3", "validation.num_prompts=32", "validation.every_steps=8")
+    told = trained(tmp_path, 1200, *settings)
     rewards = [cast("float", line["reward/mean"]) for line in told if "reward/mean" in line]
     passed = [cast("float", line["validation/pass@1"]) for line in told if "validation/pass@1" in line]
     assert len(rewards) == 8 and len(passed) == 2

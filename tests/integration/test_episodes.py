@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -393,7 +394,10 @@ BAD: dict[str, Callable[[Episode], object]] = {
     "a token below 0": lambda one: one.call([-1], CallLimits(max_tokens=5)),
     "too many stop strings": lambda one: one.call([5], CallLimits(5, (), ("x",) * 99)),
     "a stop string that is empty": lambda one: one.call([5], CallLimits(5, (), ("",))),
+    "a stop string with half of a character": lambda one: one.call([5], CallLimits(5, (), ("\ud800",))),
     "no tokens wanted": lambda one: one.call([5], CallLimits(-4)),
+    "a reward that is no number": lambda one: EpisodeEnd(reward=math.nan),
+    "a reward that is infinite": lambda one: EpisodeEnd(reward=-math.inf),
     "a reward beyond all": lambda one: EpisodeEnd(reward=1e300),
     "a part beyond all": lambda one: EpisodeEnd(reward=1.0, parts={"x": 1e300}),
     "a part with a strange name": lambda one: EpisodeEnd(reward=1.0, parts={"a\nb": 1.0}),
@@ -426,6 +430,27 @@ def test_what_an_environment_says_that_no_manager_takes_fails_its_own_episode_al
             assert [len(group.samples) for group in groups] == [3, 3]
             assert live.service.lobby.need_run().scheduler.ledger.hosts[HostName("h0")].num_joins == 1
             assert not sum(live.service.lobby.refused.values())
+
+    run(scenario(), 60.0)
+
+
+def test_a_reason_that_cannot_be_written_is_escaped_and_the_episode_keeps_its_reward(tmp_path):
+    class Damaged(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            await super().play(episode)
+            return EpisodeEnd(reward=1.0, why="no move: \ud800\n")
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, Damaged()),
+        ):
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert [one.reward for group in groups for one in group.samples] == [1.0] * 8
+            assert live.service.lobby.need_run().scheduler.ledger.hosts[HostName("h0")].num_joins == 1
 
     run(scenario(), 60.0)
 

@@ -54,7 +54,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_run_goes_on_without_its_newest_checkpoint_and_says_what_is_damaged(
+def test_a_run_goes_on_without_its_newest_checkpoint_and_port_and_says_what_is_damaged(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ):
     (desk / "own.py").write_text("def score(given):\n    return float(given.num_tokens % 3)\n")
@@ -77,8 +77,12 @@ def test_a_run_goes_on_without_its_newest_checkpoint_and_says_what_is_damaged(
     later = redo.num_after(RUN, checkpoint.step_of(before))
     shown = capsys.readouterr().out
     assert f"out: the weights of {before.name}, in float32\n{later} later steps are only in the log; " in shown
-    code, said, errors = go_on()
+    old_port = int((RUN / "port").read_text())
+    with socket.create_server(("127.0.0.1", old_port)):
+        code, said, errors = go_on()
     assert code == 0, errors
+    assert errors.count(f"port {old_port}, which the run had, is taken") == 1
+    assert int((RUN / "port").read_text()) != old_port
     assert f"going on with {RUN} at step 5\ntrains step" in said and "all 5 steps are trained" in said
     _, found = checkpoint.load(newest)
     assert expected.keys() == found.keys() and all(torch.equal(one, found[name]) for name, one in expected.items())
@@ -166,6 +170,7 @@ def test_a_command_that_is_told_can_be_copied_whatever_the_directory_is_called(
     assert commands and all(shlex.split(one)[-1] == str(run_dir) for one in commands)
 
 
+@pytest.mark.chaos
 def test_a_run_goes_on_with_another_learning_rate_as_a_break_that_is_written_down(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -197,16 +202,3 @@ def test_a_run_goes_on_with_another_learning_rate_as_a_break_that_is_written_dow
     assert "begin anew with `polyrl train" in refused(
         capsys, "train", "--resume", str(RUN), "rounds.samples_per_prompt=7"
     )
-
-
-def test_a_port_that_was_taken_meanwhile_is_told_once_and_the_run_goes_on_at_another(desk: Path):
-    (desk / "own.py").write_text("def score(given):\n    return float(given.num_tokens % 3)\n")
-    process = start("data.reward=own:score", "train.steps=1")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    before = int((RUN / "port").read_text())
-    with socket.create_server(("127.0.0.1", before)):
-        code, _, errors = go_on("train.steps=2")
-    assert code == 0, errors
-    assert errors.count(f"port {before}, which the run had, is taken") == 1
-    assert int((RUN / "port").read_text()) != before

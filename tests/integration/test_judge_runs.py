@@ -129,6 +129,7 @@ def test_a_judge_that_fails_in_every_way_costs_samples_and_never_poisons_a_step(
     assert processes_in(desk) == []
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_a_budget_ends_the_run_with_one_line_and_more_of_it_lets_the_run_go_on(desk: Path):
     def act(_: int, asked: Asked) -> Act:
@@ -175,7 +176,7 @@ def test_a_wrong_key_ends_the_run_at_its_first_answer(desk: Path, settings: tupl
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize("is_encrypted", [False, pytest.param(True, marks=pytest.mark.chaos)])
 def test_the_runs_own_fleet_judges_its_answers(desk: Path, capsys: pytest.CaptureFixture[str], is_encrypted: bool):
     """The policy goes on after each answer, and the last number that it writes is the score."""
     settings = ["fleet.workers=1", "rewards.timeout_s=60", "train.steps=2"]

@@ -187,7 +187,7 @@ seeding = { initial_s = 0.2, max_step_s = 1.0 }
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("reason", ["refused", "engine_failed"])
+@pytest.mark.parametrize("reason", ["refused", pytest.param("engine_failed", marks=pytest.mark.chaos)])
 def test_a_run_is_trained_to_its_end_beside_names_that_fail_everything(bare_desk: Path, reason: frames.EndReason):
     """It ended with `nothing of its round could be generated and scored`, for whoever had a worker token."""
     (bare_desk / "mine.py").write_text("def score(given):\n    return float(given.num_tokens % 2)\n")

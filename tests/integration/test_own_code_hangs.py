@@ -45,10 +45,14 @@ HANGS = {
     "a tracker": 'track.trackers=[{tracker="mine:Tracker"}]',
     "a tracker that never begins": 'track.trackers=[{tracker="mine:SlowTracker"}]',
 }
+TWINS = ("an advantage", "a tracker")
+"""Those that hang at the place of another one."""
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("what", HANGS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(one, marks=[pytest.mark.chaos] if one in TWINS else []) for one in HANGS]
+)
 def test_ctrl_c_ends_a_run_within_two_seconds(bare_desk: Path, what: str):
     (bare_desk / "mine.py").write_text(MINE)
     (bare_desk / "recipe.toml").write_text(RECIPE)

@@ -14,6 +14,8 @@ import pytest
 from tests.integration.desks import bare_desk, model
 from tests.integration.test_train import desk, start
 
+from polyrl.cli.main import main
+
 __all__ = ["bare_desk", "desk", "model"]  # fixtures
 pytestmark = pytest.mark.timeout(600)
 RUN = Path("runs/tiny")
@@ -42,7 +44,7 @@ def workers() -> dict[str, int]:
 @contextmanager
 def running(*settings: str) -> Iterator[None]:
     with Path("their_reward.py").open("a") as reward:
-        reward.write("\n\ndef fine(given):\n    return given.num_tokens % 2\n")
+        reward.write("\n\nimport time\n\ndef fine(given):\n    time.sleep(0.1)\n    return given.num_tokens % 2\n")
     process = start("train.steps=100000", "data.reward=their_reward:fine", *settings)
     try:
         until((RUN / "metrics.jsonl").exists)
@@ -73,7 +75,7 @@ def test_a_worker_that_is_killed_is_started_again_and_up_and_down_may_be_said_tw
     until(lambda: workers() == {})
 
 
-def test_what_cannot_be_brought_up_is_one_line(desk: Path):
+def test_what_cannot_be_brought_up_is_one_line(desk: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, why in (
         (("up", "nowhere"), "nowhere: is no run of `polyrl train`"),
         (("up", "nowhere", "--workers", "-3"), "--workers: -3; expected 0 to 10000"),
@@ -81,7 +83,6 @@ def test_what_cannot_be_brought_up_is_one_line(desk: Path):
         (("down", "nowhere"), "nowhere: is no run"),
         (("train", "recipe.toml", "fleet.provider=nobody"), 'fleet.provider: unknown name "nobody"'),
     ):
-        done = polyrl(*arguments)
-        assert done.returncode == 2, arguments
-        assert why in done.stderr
-        assert done.stderr.count("\n") == 1
+        assert main(list(arguments)) == 2, arguments
+        errors = capsys.readouterr().err
+        assert why in errors and errors.count("\n") == 1

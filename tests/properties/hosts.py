@@ -34,6 +34,7 @@ def with_environments(config: SchedulerConfig, rng: random.Random) -> SchedulerC
     rules = EnvironmentRules(
         turn_timeout_s=rng.choice([3.0, 30.0]),
         learn_turn_timeouts=rng.random() < 0.7,
+        learn_episode_timeouts=rng.random() < 0.7,
         least_turn_timeout_s=rng.choice([0.5, 5.0]),
         episode_timeout_s=rng.choice([10.0, 200.0]),
         max_attempts=rng.randint(1, 3),

@@ -2,12 +2,13 @@
 
 import pytest
 
+from tests.properties.halves import first_seeds
 from tests.properties.hosts import EpisodeWorld
 
 CHUNK = 25
 
 
-@pytest.mark.parametrize("first", range(0, 200, CHUNK))
+@pytest.mark.parametrize("first", first_seeds(200, CHUNK))
 def test_all_laws_hold_where_environments_are_played_and_the_run_goes_on_when_the_world_is_fair(first):
     for seed in range(first, first + CHUNK):
         EpisodeWorld(seed).play(250)

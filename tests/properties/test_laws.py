@@ -1,4 +1,5 @@
-"""The laws hold in every history: hundreds of hostile worlds in `make test`, 20,000 in `make test-long`.
+"""The laws hold in every history: hundreds of hostile worlds in `make test`, as many again in `make test-chaos`, 20,000
+in `make test-long`.
 
 And the scheduler is a function of its state and the event: the same history gives the same bytes again, in another
 process, from a journal, and across a save and a load at any point.
@@ -16,6 +17,7 @@ import pytest
 
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.scheduler import Scheduler
+from tests.properties.halves import first_seeds
 from tests.properties.hostile import HostileWorld, Machine, play
 
 ROOT = Path(__file__).parents[2]
@@ -102,20 +104,20 @@ def first_seeds_of(mode: str, num: int) -> list[int]:
     return found[False] + found[True]
 
 
-@pytest.mark.parametrize("first", range(0, 800, CHUNK))
+@pytest.mark.parametrize("first", first_seeds(800, CHUNK))
 def test_all_laws_hold_in_a_hostile_world_and_it_goes_on_when_the_world_is_fair(first):
     for seed in range(first, first + CHUNK):
         play(seed)
 
 
-@pytest.mark.parametrize("first", range(0, 100, CHUNK))
+@pytest.mark.parametrize("first", first_seeds(100, CHUNK))
 def test_all_laws_hold_where_some_workers_fail_all_that_they_are_given(first):
     for seed in range(first, first + CHUNK):
         WorldOfBadWorkers(seed).play(250)
 
 
 @pytest.mark.parametrize("world", [WorldOfBouncers, WorldOfSitters, WorldOfDrippers])
-@pytest.mark.parametrize("first", range(0, 100, CHUNK))
+@pytest.mark.parametrize("first", first_seeds(100, CHUNK))
 def test_all_laws_hold_and_the_run_goes_on_where_some_workers_only_return_or_keep_what_they_get(first, world):
     for seed in range(first, first + CHUNK):
         world(seed).play(250)

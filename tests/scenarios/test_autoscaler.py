@@ -16,6 +16,7 @@ def tokens_per_usd(name: str, *overrides: str) -> float:
     return sim.tokens_at_step[-1] / sim.lines[-1].usd
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("market", ["spot-calm", "spot-busy", "spot-scarce"])
 def test_the_autoscaler_beats_the_fixed_fleet_it_starts_with_and_a_greedy_one(market: str):
     scaled = tokens_per_usd(market)

@@ -1,6 +1,6 @@
 """A notice never costs more than no notice, however long it is and however often machines go."""
 
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 
@@ -43,6 +43,18 @@ def speed(every_s: float, notice_s: float, seed: int) -> float:
 def test_a_notice_costs_no_more_than_no_notice():
     ratio = fmean(speed(150.0, 10.0, seed) / speed(150.0, 0.0, seed) for seed in SEEDS)
     assert ratio > NOISE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("every_s", [100.0, 150.0, 300.0, 450.0])
+def test_no_notice_of_a_grid_costs_more_than_none(every_s):
+    """The rows of docs/results/notices.md; `-s` prints them."""
+    without = [speed(every_s, 0.0, seed) for seed in range(12)]
+    for notice_s in (2.0, 5.0, 10.0, 30.0, 120.0):
+        ratios = [speed(every_s, notice_s, seed) / alone for seed, alone in enumerate(without)]
+        mean, error = fmean(ratios), stdev(ratios) / len(ratios) ** 0.5
+        print(f"every {every_s:.0f} s, notice {notice_s:.0f} s: {mean:.4f} +- {error:.4f}, least {min(ratios):.3f}")
+        assert mean > NOISE
 
 
 @pytest.mark.parametrize("every_s", [150.0, 450.0])

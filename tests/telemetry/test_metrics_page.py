@@ -1,4 +1,4 @@
-"""The page of metrics lists what the code has: each name once, with its unit and its meaning."""
+"""Names that the trainer writes are described, and the page of metrics has the labels of a step's line."""
 
 import re
 from pathlib import Path
@@ -8,11 +8,6 @@ from polyrl.telemetry.metric_names import HEADLINES, METRICS, describe
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 FAMILIES = sorted({metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name})
-
-
-def test_the_page_has_exactly_the_metrics_of_the_code_in_their_order():
-    rows = re.findall(r"^\| `([^`]+)` \| (.*?) ?\| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert rows == [(metric.name, metric.unit, metric.meaning) for metric in METRICS]
 
 
 def test_the_page_has_the_headlines_in_their_order():

@@ -71,10 +71,10 @@ class Recording(Optimizer):
 
     first: dict[str, torch.Tensor] | None = None
 
-    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
+    def update(self, step: int, denominator: float, num_steps: int | None = None, **more: float) -> Update:
         if self.first is None:
             self.first = {name: one / denominator for name, one in sharding.gather(self.gradients().items())}
-        return super().update(step, denominator, num_steps)
+        return super().update(step, denominator, num_steps, **more)
 
 
 def make_models(folder: Path) -> None:

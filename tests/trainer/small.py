@@ -66,12 +66,12 @@ class Recording(Optimizer):
 
     last: dict[str, torch.Tensor]
 
-    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
+    def update(self, step: int, denominator: float, num_steps: int | None = None, **more: float) -> Update:
         self.last = {name: one / denominator for name, one in self.gradients().items()}
         self.each = [*getattr(self, "each", []), self.last]
         weights = {name: one.detach().clone() for name, one in self._parameters.items()}
         self.weights_before = [*getattr(self, "weights_before", []), weights]
-        return super().update(step, denominator, num_steps)
+        return super().update(step, denominator, num_steps, **more)
 
 
 def plain_gradient(

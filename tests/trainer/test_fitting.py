@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from polyrl.config.recipe import ArithmeticTask, Recipe
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import UserError
+from polyrl.run import nodes
 from polyrl.run.plan import choose_threads, fit, fits_beside, read_shape, show_plan
 from polyrl.run.ranks import with_ranks
 from polyrl.run.workers import join_command
@@ -42,6 +44,14 @@ def recipe(*overrides: str) -> Recipe:
 )
 def test_training_has_the_cores_that_nobody_else_needs(overrides: list[str], cores: int, threads: int):
     assert choose_threads(recipe(*overrides), LARGE, cores, {}) == threads
+
+
+def test_ranks_of_other_nodes_need_no_cores_of_this_one():
+    four = recipe("train.ranks=4")
+    assert choose_threads(four, LARGE, 9, {}) == 2
+    assert choose_threads(four, LARGE, 9, {"LOCAL_WORLD_SIZE": "2"}) == 4
+    said = msgspec.json.encode(nodes.Nodes(2, "10.0.0.1:29500")).decode()
+    assert choose_threads(four, LARGE, 9, {nodes._NODES: said}) == 4
 
 
 def test_a_small_model_has_one_thread_and_the_environment_comes_before_the_default():

@@ -13,9 +13,10 @@ from polyrl.errors import ConfigError, UserError
 from polyrl.scheduling.rules.order import mix64
 from polyrl.telemetry.metric_names import describe
 from polyrl.trainer.batch import TrainSample, TrainSegment
-from polyrl.trainer.model import Policy
+from polyrl.trainer.model import Policy, Scores
 from polyrl.trainer.objectives.registry import LOSSES, TokenBatch, loss
 from polyrl.trainer.optimizer import Update
+from polyrl.trainer.packing import Pack
 from polyrl.trainer.step import StepAccumulator
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed")
@@ -222,6 +223,26 @@ def test_the_starting_weights_are_the_old_ones_without_another_pass(world):
     assert abs(again.metrics["actor/ppo_kl"]) < 1e-5
 
 
+class CountingPolicy(Policy):
+    """Counts the rows that are scored without being trained on."""
+
+    num_scored = 0
+
+    def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores:
+        self.num_scored += len(pack.tokens)
+        return super().score_only(pack, temperature)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_old_log_probabilities_are_computed_once_for_kl_in_the_reward_and_for_the_ratio(world, mini_batches):
+    policy = CountingPolicy.load(str(world.folder))
+    assert isinstance(policy, CountingPolicy)
+    config = config_of(KL_CASES["kl reward"], old_logprobs="recompute", mini_batches=mini_batches)
+    gradient(world._replace(policy=policy), config, [world.groups])
+    once = sum(len(one.prompt) + len(one.answer) for group in world.groups for one in group)
+    assert 0.5 * once < policy.num_scored <= once
+
+
 MINI_BATCH_CASES: dict[str, dict[str, Any]] = {
     "clip": {"clip_low": 0.01, "clip_high": 0.01},
     "gspo": {"loss": "gspo", "kl": "loss", "kl_coef": 0.3, "aggregation": "seq-mean-token-mean"},
@@ -358,7 +379,7 @@ def test_out_of_memory_is_one_line_with_the_setting_that_helps(world):
 class Hungry(Recording):
     """Has no room for its moments."""
 
-    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
+    def update(self, step: int, denominator: float, num_steps: int | None = None, **more: float) -> Update:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB")
 
 

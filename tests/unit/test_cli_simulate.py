@@ -1,6 +1,7 @@
 """`polyrl simulate` and `polyrl plan`, from the command line to the files: what they print, write and refuse."""
 
 import json
+import re
 import tomllib
 
 import pytest
@@ -46,6 +47,8 @@ def test_the_table_and_the_pictures_are_printed(tiny, capsys):
     assert text.startswith("tiny, seed 0: 4 steps in ")
     assert "tokens a dollar" in text
     assert "What every worker did" in text
+    [against] = [line for line in text.splitlines() if "against `off`" in line]
+    assert re.search(r"[\d.]+% +that would train [\d,]+: every prompt", against), "what the share is of"
 
 
 def test_out_writes_files_that_read_back(tiny, tmp_path, capsys):
@@ -197,6 +200,18 @@ def test_a_plan_is_a_table_with_two_recommendations(tiny, tmp_path, capsys, monk
     for words in ("cheapest at $2.66", "cheapest at $5.32", "fastest", "useful workers"):
         assert words in text
     assert len(json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]) == 8
+
+
+def test_a_plan_for_a_trainer_that_does_not_generate_tries_no_empty_fleet(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+    alone = ("trainer.local_workers=0", "--factors", "1", "--staleness", "0", "--steps", "1", "--no-progress")
+    assert main(["plan", tiny, *alone, "--json"]) == 0
+    assert [row["workers"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 2, 3, 4, 5, 6]
+    line = refused(capsys, "plan", tiny, *alone, "--workers", "0-2")
+    assert line == (
+        "tiny with 0 workers, no over-provisioning, on-policy: "
+        "fleet.workers: expected at least 1, since nobody else generates (trainer.local_workers = 0)"
+    )
 
 
 def test_a_plan_with_many_prices_cuts_no_heading(tiny, capsys, monkeypatch):

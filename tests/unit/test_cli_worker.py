@@ -29,6 +29,10 @@ from polyrl.weights.settings import WeightSettings
         (["--drain-deadline", "nan"], "--drain-deadline: nan; expected seconds"),
         (["--notice", "nan"], "--notice: nan; expected seconds from 0 to 86400"),
         (["--notice", "1e9"], "--notice: 1e+09; expected seconds from 0 to 86400"),
+        (
+            ["--spot", "slots=4"],
+            "--spot: got 'slots=4', expected one of auto, aws, gcp, azure, kubernetes, slurm, none",
+        ),
         (["--engine", "vllm"], "--model: missing; a vLLM server needs a Hugging Face model directory"),
         (["--engine", "sglang", "--model", "/nowhere"], "--model: /nowhere: no config.json there"),
         (["--engine-url", "http://127.0.0.1:1"], "--engine-url: the emulated engine has no server"),

@@ -130,14 +130,28 @@ def test_it_is_never_slower_by_more_than_2_percent_where_drafts_only_seem_right_
     assert plain_s < seconds <= 1.02 * plain_s, "it was tried, and given up in time"
 
 
-def test_time_for_drafts_that_are_not_used_is_booked_as_lost():
+def test_no_more_than_a_small_share_of_time_goes_into_drafts_that_are_only_compared():
     gate = Gate()
     for _ in range(20):
         gate.decoded(1, 64, 0.128)
         gate.saw(Draft([1] * 7, 16), 7)
-    gate.wasted(0.0128)
+    assert gate.may_watch()
+    gate.watched(0.02)
+    assert not gate.may_watch()
+    assert gate.should_begin(1), "what was seen still counts"
+    for _ in range(12):
+        gate.decoded(1, 64, 0.128)
+    assert gate.may_watch()
+
+
+def test_time_for_the_texts_of_rounds_is_booked_as_lost():
+    gate = Gate()
+    for _ in range(20):
+        gate.decoded(1, 64, 0.128)
+        gate.saw(Draft([1] * 7, 16), 7)
+    gate.prepared(0.0128)
     assert gate.should_begin(1)
-    gate.wasted(0.02)
+    gate.prepared(0.02)
     assert not gate.should_begin(1)
     for _ in range(10):
         gate.decoded(1, 64, 0.128)

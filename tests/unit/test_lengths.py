@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polyrl.scheduling.rules.lengths import EDGES, LengthModel
 from polyrl.scheduling.rules.order import unit
 
-# Published lengths of math answers, 14B with a 16k cap (docs/concepts/lengths.md).
+# Published lengths of math answers, 14B with a 16k cap (docs/concepts/tail-batching.md#lengths).
 MATH = [(0.0, 50), (0.05, 151), (0.25, 415), (0.5, 661), (0.75, 1129), (0.9, 2566), (0.95, 4101), (0.99, 16384)]
 
 observations = st.lists(st.tuples(st.integers(0, 2**21), st.booleans()), max_size=300)

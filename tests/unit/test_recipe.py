@@ -137,6 +137,18 @@ def test_equal_rewards_are_filtered_where_they_teach_nothing_unless_the_recipe_s
     [
         (["train.step=3"], "train.step: unknown key; did you mean train.steps?"),
         (["train.mode=sync"], 'train.mode: got "sync", expected one of "async", "streaming", "synchronous"'),
+        *(
+            ([f"{key}={value}"], f'{key}: is for train.mode = "async" alone, not for "streaming"')
+            for key, value in (
+                ("train.min_sample_size", "0.5"),
+                ("train.max_norm_growth", "5"),
+                ("algorithm.scale_lr_by_sample_size", "true"),
+            )
+        ),
+        (
+            ["train.mode=async", "train.max_norm_growth=1"],
+            "train.max_norm_growth: got 1, expected 0 or a number above 1: half of all steps are above the median",
+        ),
         (["train.max_staleness=1"], 'train.max_staleness: is for train.mode = "async" alone, not for "streaming"'),
         (["train.mode=async", "train.max_staleness=0"], "train.max_staleness: got 0, expected an integer >= 1"),
         (['rollout.stop=["x", ""]'], "rollout.stop.1: got an empty text, which every answer has at once"),
@@ -303,3 +315,16 @@ def test_servers_that_keep_caches_over_installs_are_refused_for_episodes():
 def test_a_domain_of_episodes_has_what_episodes_need_and_nothing_else(data, line):
     with pytest.raises(ConfigError, match=re.escape(line)):
         build({"name": "agents", "model": {"path": "model"}, "data": data}, Recipe)
+
+
+@pytest.mark.parametrize(
+    ("manager", "why"),
+    [
+        ({"address": "http://trainer:5000"}, "manager.address: got 'http://trainer:5000', expected a name"),
+        ({"address": "trainer", "tls_cert": "a", "tls_key": "b"}, "manager.address: peers dial a name of tls_cert"),
+    ],
+)
+def test_an_address_that_nobody_could_dial_is_one_line(manager: dict[str, str], why: str):
+    tree = {"name": "x", "model": {"path": "m"}, "data": {"source": "arithmetic"}, "manager": manager}
+    with pytest.raises(ConfigError, match=why):
+        build(tree, Recipe)

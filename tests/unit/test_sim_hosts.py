@@ -6,6 +6,7 @@ from tests.unit.agents import TROUBLE, play_agents, write_agents
 from polyrl.errors import ConfigError
 from polyrl.ids import SampleId
 from polyrl.scheduling.invariants import check
+from polyrl.scheduling.parts import turns
 from polyrl.sim.library import load_scenario
 from polyrl.sim.machines import KeptContexts
 from polyrl.sim.simulation import Simulation, StuckError
@@ -69,6 +70,17 @@ def test_an_environment_that_never_ends_is_over_time_and_scored(tmp_path):
     assert result.episodes is not None
     assert set(result.episodes.ended) == {"scored", "timed_out"}
     assert sum(result.episodes.ended.values()) == 3 * 8 * 4
+
+
+def test_a_limit_of_episodes_is_learned_and_stops_none_that_is_only_slower_than_most(tmp_path):
+    quick = "domains.tools.environment.tool_quantiles=[[0.0,0.2],[0.9,1.0],[1.0,3.0]]"
+    sim, result = play_agents(tmp_path, "run.steps=8", "environments.episode_timeout_s=150.0", quick)
+    limit_s = turns.present_episode_limit_s(sim.scheduler.desk, 0, sim.now)
+    slowest_s = sim.scheduler.desk.state.plays[0].within_s(1.0)
+    assert slowest_s is not None
+    assert slowest_s < limit_s < 150.0
+    assert result.episodes is not None
+    assert result.episodes.ended == {"scored": 8 * 8 * 4}
 
 
 def test_hosts_that_hang_are_given_up_and_their_episodes_end_elsewhere_with_their_own_reward(tmp_path):

@@ -7,7 +7,7 @@ from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import DomainData, EnvironmentRules, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.scheduling.invariants import check
-from polyrl.scheduling.rules.turn_limits import MIN_TURNS
+from polyrl.scheduling.rules.play_limits import MIN_ENDED
 from polyrl.scheduling.scheduler import Scheduler
 
 RULES = EnvironmentRules(turn_timeout_s=100.0, least_turn_timeout_s=2.0, episode_timeout_s=1000.0)
@@ -21,7 +21,7 @@ class Table:
         config = SchedulerConfig(
             domains=(DomainData(name="d", prompts_per_step=1, num_prompts=1000, environment="tools"),),
             max_new_tokens=100_000,
-            max_staleness=3,
+            max_staleness=1000,
             fleet_rules=FleetRules(heartbeat_timeout_s=1e6, stall_timeout_s=1e6, pull_timeout_s=1e6),
             rounds=RoundsConfig(samples_per_prompt=num_episodes, min_group_samples=1),
             environments=rules,
@@ -97,7 +97,7 @@ def practised(rules: EnvironmentRules = RULES, num_episodes: int = 2) -> Table:
     table = Table(rules, num_episodes)
     table.join("h1")
     table.open_round(0)
-    for _ in range(max(MIN_TURNS, 101)):
+    for _ in range(max(MIN_ENDED, 101)):
         for sample in table.played:
             table.turn(sample, 1.0 / num_episodes)
     table.train(0)
@@ -194,6 +194,58 @@ def test_time_that_an_episode_waits_for_a_worker_is_not_its_own():
     table.wait(2.0)
     assert table.stopped[sample].why == "it took too long"
     assert table.ended == {"timed_out": 1}
+
+
+GAMES = msgspec.structs.replace(RULES, episode_timeout_s=200.0)
+
+
+def many_games(rules: EnvironmentRules = GAMES) -> tuple[Table, SampleId]:
+    """Episodes of four turns of a second have ended, for longer than one may take; one of the next round is played."""
+    table = Table(rules, 2)
+    table.join("h1")
+    for step in range(MIN_ENDED):
+        table.open_round(step)
+        for _ in range(4):
+            for sample in table.played:
+                table.turn(sample, 0.5)
+        table.train(step)
+    table.open_round(MIN_ENDED)
+    return table, next(iter(table.played))
+
+
+def test_an_episode_that_goes_in_circles_is_over_at_its_learned_limit_and_scored():
+    table, circling = many_games()
+    before = table.ended["scored"]
+    num_turns = 0
+    while circling not in table.stopped and num_turns < 40:
+        table.turn(circling, 1.0)
+        num_turns += 1
+    assert 20 <= num_turns <= 22, "five times the four seconds that others took, and far from the 200 s that are set"
+    assert "it took too long (over 2" in table.stopped[circling].why
+    assert (table.ended["scored"], table.ended["timed_out"]) == (before, 1)
+    plays = table.scheduler.desk.state.plays[0]
+    assert plays.times.num_observed == before and not plays.slowest, "what was stopped buys the next one no time"
+
+
+def test_the_set_limit_of_an_episode_holds_where_nothing_is_to_be_learned():
+    table, circling = many_games(msgspec.structs.replace(GAMES, learn_episode_timeouts=False))
+    for _ in range(199):
+        table.turn(circling, 1.0)
+    assert circling not in table.stopped
+    table.turn(circling, 1.0)
+    assert table.stopped[circling].why == "it took too long"
+
+
+def test_a_turn_that_began_within_the_episodes_limit_has_its_own_time():
+    table, slow = many_games(msgspec.structs.replace(GAMES, learn_turn_timeouts=False))
+    for _ in range(19):
+        table.turn(slow, 1.0)
+    other = next(one for one in table.played if one != slow)
+    for _ in range(60):
+        table.tell(e.CallRepeated(other, 1), 1.0)
+    assert slow not in table.stopped, "a probe for slow turns would find none, if the episode's limit cut them short"
+    table.turn(slow, 0.5)
+    assert "five times what others took" in table.stopped[slow].why
 
 
 def test_no_time_passes_while_the_driver_is_away():

@@ -9,32 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.properties.hostile import play
 from tests.telemetry.test_account import write_journal
 from tests.web.models import character_model
+from tests.web.pages import CHROMIUM, FLAGS, dashboard, go, longest_frame_ms, opened, write_tokens
 
 from polyrl.journal.files import FILE_NAME as JOURNAL
 from polyrl.telemetry.metrics import FILE_NAME as METRICS
-from polyrl.trainer.batch import TrainSample, TrainSegment
-from polyrl.trainer.state import entries
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-web")
-CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.web,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
 ]
 
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 HOSTILE = (
     "<script>window.broken=1</script>",
     "<img src=x onerror='window.broken=1'>",
@@ -45,16 +37,10 @@ HOSTILE = (
     "seen\u115fand\u2066not",
 )
 LARGE_STEPS, LARGE_SAMPLES = 10_000, 2_000
-
-
-class Seen:
-    """A page, and what it complained about."""
-
-    def __init__(self, page: Any) -> None:
-        self.page = page
-        self.complaints: list[str] = []
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("console", lambda one: self.complaints.append(one.text) if one.type == "error" else None)
+VIEWS = {
+    "now": ".card", "rollouts": ".detail .body", "timeline": ".timeline .names div", "fleet": "section p.quiet",
+    "curves": ".chart canvas", "ledger": "pre.ledger",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,53 +49,6 @@ def browser() -> Iterator[Any]:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
-
-
-@contextmanager
-def dashboard(*paths: Path) -> Iterator[str]:
-    """`polyrl dash` as a process; yields its link."""
-    words = [sys.executable, "-m", "polyrl", "dash", *map(str, paths), "--no-browser"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-@contextmanager
-def opened(browser: Any, link: str, **options: Any) -> Iterator[Seen]:
-    context = browser.new_context(viewport={"width": 1280, "height": 850}, **options)
-    try:
-        seen = Seen(context.new_page())
-        seen.page.goto(link)
-        seen.page.wait_for_selector(".card")
-        yield seen
-        assert seen.complaints == []
-    finally:
-        context.close()
-
-
-def go(seen: Seen, view: str, wait_for: str) -> None:
-    seen.page.click(f"nav a[data-view={view}]")
-    seen.page.wait_for_selector(wait_for)
-
-
-def write_tokens(run_dir: Path, step: int, answers: list[str], reward: float = 1.0) -> None:
-    """A step whose answers are these texts; a token is a character of the model made by `character_model`."""
-    samples = [
-        TrainSample(
-            np.array([ord("?")], np.int32), np.array(list(map(ord, text)), np.int32),
-            np.linspace(-4.0, 0.0, len(text), dtype=np.float32), reward, group,
-            written_by=(TrainSegment(step, len(text), "builtin", "w<b>1</b>"),), parts={"<i>style</i>": 0.5},
-        )
-        for group, text in enumerate(answers)
-    ]  # fmt: skip
-    folder = run_dir / entries.SAMPLES_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    made = entries.make(step, 10, [[[sample] for sample in samples]], b"", [])
-    (folder / entries.name_of(step)).write_bytes(entries.encode(made))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +60,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_journal(path / JOURNAL, play(4, num_events=200))
     model = character_model(folder / "model")
     (path / "recipe.toml").write_text(f'model = {{ path = "{model}" }}\n[train]\nsteps = 12\n')
-    lines = [{"step": n, "reward/mean": n / 10, "time/step_total": 1.5, "own/<b>x</b>": 1.0} for n in range(10)]
+    lines = [
+        {"step": n, "reward/mean": n / 10, "time/step_total": 1.5, "own/<b>x</b>": 1.0, "own/turned\u202edna": 1.0}
+        for n in range(10)
+    ]
     (path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_tokens(path, 0, ["first " + text for text in HOSTILE])
     write_tokens(path, 9, list(HOSTILE))
@@ -190,12 +132,61 @@ def test_keys_filters_colours_and_the_difference_of_two_answers(browser: Any, ru
         assert page.evaluate("document.documentElement.dataset.theme") != dark
 
 
-def test_a_phone_sees_it_without_scrolling_sideways(browser: Any, run_dir: Path):
-    with dashboard(run_dir) as link, opened(browser, link, is_mobile=True, has_touch=True) as seen:
-        seen.page.set_viewport_size({"width": 390, "height": 800})
-        for view, there in (("now", ".card"), ("rollouts", ".detail .body"), ("curves", ".chart canvas")):
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_view_fits_and_can_be_read_by_everybody(browser: Any, run_dir: Path, width: int, theme: str):
+    """No view scrolls sideways, and axe finds no fault in contrast, names, roles or order."""
+    axe_module = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: make test-web")
+    faults: dict[str, list[str]] = {}
+    is_phone = width < 800
+    with (
+        dashboard(run_dir) as link,
+        opened(browser, link, is_mobile=is_phone, has_touch=is_phone, color_scheme=theme) as seen,
+    ):
+        seen.page.set_viewport_size({"width": width, "height": 844})
+        for view, there in VIEWS.items():
             go(seen, view, there)
-            assert seen.page.evaluate("document.documentElement.scrollWidth") <= 391, view
+            seen.page.wait_for_timeout(300)
+            assert seen.page.evaluate("document.documentElement.scrollWidth") <= width + 1, view
+            found = axe_module.Axe().run(seen.page).response["violations"]
+            told = [f"{one['id']}: {node['html'][:90]}" for one in found for node in one["nodes"][:2]]
+            if told:
+                faults[view] = told
+    assert faults == {}, "\n".join(f"{view}: {one}" for view, told in faults.items() for one in told)
+
+
+def test_names_that_a_stranger_chose_turn_no_text_around(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        go(seen, "curves", ".chart canvas")
+        seen.page.fill("input[type=search]", "turned")
+        seen.page.click(".picks input")
+        seen.page.wait_for_selector("text=own/turned")
+        assert "own/turned\\u{202e}dna" in seen.page.inner_text(".charts")
+        assert "\u202e" not in seen.page.inner_text("main")
+
+
+def test_an_answer_of_ten_megabytes_shows_its_ends(browser: Any, run_dir: Path, tmp_path: Path):
+    path = tmp_path / "run"
+    shutil.copytree(run_dir, path)
+    write_tokens(path, 9, ["b" * 10_000_000 + "END", "short"])
+    with dashboard(path) as link, opened(browser, link) as seen:
+        began = time.perf_counter()
+        go(seen, "rollouts", ".detail .body .span")
+        seen.page.wait_for_selector("text=tokens are left out here", timeout=60_000)
+        assert "END" in seen.page.inner_text(".detail .body")
+        print("a 10 MB answer stands after", round(time.perf_counter() - began, 1), "s")
+
+
+def test_a_browser_that_goes_away_in_mid_stream_harms_nobody(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        for _ in range(5):
+            other = browser.new_context()
+            page = other.new_page()
+            page.goto(link, wait_until="commit")
+            page.wait_for_timeout(50)
+            other.close()  # some before their first event, some after
+        go(seen, "ledger", "pre.ledger")
+        go(seen, "now", ".card")
 
 
 def test_without_a_token_it_asks_for_one(browser: Any, run_dir: Path):
@@ -260,19 +251,12 @@ def test_a_large_run_stays_smooth(browser: Any, tmp_path: Path):
     (tmp_path / "recipe.toml").write_text(f'model = {{ path = "{model}" }}\n')
     write_tokens(tmp_path, LARGE_STEPS - 1, ["word " * 40 + str(number) for number in range(LARGE_SAMPLES)])
     with dashboard(tmp_path) as link, opened(browser, link) as seen:
-        page, took = seen.page, {}
+        took: dict[str, float] = {}
         for view, there in (("curves", ".chart canvas"), ("rollouts", ".detail .span.drawn span"), ("now", ".uplot")):
             began = time.perf_counter()
             go(seen, view, there)
             took[view] = round(time.perf_counter() - began, 2)
-        longest = page.evaluate(
-            """async () => { let worst = 0, last = performance.now();
-            const until = last + 3000;
-            while (performance.now() < until) {
-              await new Promise(requestAnimationFrame);
-              const now = performance.now(); worst = Math.max(worst, now - last); last = now; }
-            return worst; }"""
-        )
+        longest = longest_frame_ms(seen)
         print(json.dumps({"seconds to open": took, "longest frame, ms": round(longest)}))
         assert max(took.values()) < 15.0, took
         assert longest < 1000.0, "the page stands still while the run's state comes every second"

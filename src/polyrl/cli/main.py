@@ -138,15 +138,21 @@ def _dispatch(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> int:
 
 
 def _run_command(name: str, command: CliCommand, argv: Sequence[str]) -> int:
+    module, args = parse(name, command, argv)
+    return module.run(args)
+
+
+def parse(name: str, command: CliCommand, argv: Sequence[str]) -> "tuple[CommandModule, argparse.Namespace]":
+    """Return the module of a command and its arguments. Raises UserError."""
     module = cast("CommandModule", importlib.import_module(command.module))
     parser = Parser(argv, prog=f"polyrl {name}", description=_sentence(command.help))
     module.add_arguments(parser)
     if parser.get_default("rest") is None or "--" not in argv:
-        return module.run(parser.parse_intermixed_args(argv))
+        return module, parser.parse_intermixed_args(argv)
     cut = list(argv).index("--")
     args = parser.parse_intermixed_args(argv[:cut])
     args.rest = list(argv[cut + 1 :])
-    return module.run(args)
+    return module, args
 
 
 def _front_parser(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> argparse.ArgumentParser:

@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "scenario", metavar="SCENARIO", help="a name of `polyrl simulate --list`, or a file ending in .toml"
     )
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="changes to the scenario")
-    parser.add_argument("--workers", metavar="LIST", help="remote workers to try (default: 0-6)")
+    parser.add_argument(
+        "--workers", metavar="LIST", help="remote workers to try (default: 0-6; 1-6 if only they generate)"
+    )
     parser.add_argument("--factors", metavar="LIST", help="over-provisioning (default: 1,1.25,1.5)")
     parser.add_argument("--staleness", metavar="LIST", help="max_staleness to try (default: 0,1)")
     parser.add_argument("--worker-price", metavar="LIST", help="dollars an hour (default: the scenario's)")
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     own_price = scenario.fleet.price_usd_per_hour
     prices = [own_price] if args.worker_price is None else _numbers("--worker-price", args.worker_price, 0.0, 1e6)
     wanted = planner.choices(
-        _integers("--workers", "0-6" if args.workers is None else args.workers, MAX_WORKERS),
+        _integers("--workers", _default_workers(scenario) if args.workers is None else args.workers, MAX_WORKERS),
         _numbers("--factors", "1,1.25,1.5" if args.factors is None else args.factors, 1.0, MAX_FACTOR),
         _integers("--staleness", "0,1" if args.staleness is None else args.staleness, MAX_STALENESS),
     )
@@ -79,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
         played = planner.play_all(scenario, wanted, args.steps, args.seed, on_done=on_done)
     plan = planner.make_plan(scenario, played, prices, args.seed, args.steps)
     return _report_plan(plan, out, as_json=args.json)
+
+
+def _default_workers(scenario: "Scenario") -> str:
+    return "0-6" if scenario.trainer.local_workers else "1-6"
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from polyrl.cli import dialing
 EXIT_LEFT_BADLY = 1
 _OF_ENGINES = {
     "check": False, "engine": "emulated", "model": None, "engine_python": None, "engine_url": None,
-    "engine_config": None, "session_file": None, "spot": False, "devices": 1, "notice": 0.0,
+    "engine_config": None, "session_file": None, "spot": None, "devices": 1, "notice": 0.0,
     "relay_on": None, "no_relay": False, "egress_mb_s": 0.0, "mooncake": "", "settings": [], "rest": [],
 }  # fmt: skip
 """Options that say something about an engine, and their defaults."""

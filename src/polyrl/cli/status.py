@@ -123,7 +123,7 @@ def _environment(one: "EnvironmentStatus") -> str:
         turns = f"half of the turns within {one.turn_p50_s:.2g} s, 99 of 100 within {one.turn_p99_s:.2g} s"
     return (
         f"environment {one.name}: {one.playing} of {one.places} places taken{waiting}; {turns}; "
-        f"one is given up after {one.turn_limit_s:g} s"
+        f"one is given up after {one.turn_limit_s:g} s, an episode after {one.episode_limit_s:g} s of turns"
     )
 
 

@@ -24,6 +24,7 @@ examples:
   polyrl worker --join http://HOST:5000 --token-file worker.token --engine vllm --model DIR -- --tensor-parallel-size 4
   polyrl worker --check --engine my_package.engine:MyEngine --model DIR depth=3
   polyrl worker --rewards --join http://HOST:5000 --token-file reward.token --slots 16
+  polyrl worker --join http://HOST:5000 --token-file worker.token --engine builtin --model DIR --spot aws
 
 It dials out; nothing inbound is needed. Ctrl+C or SIGTERM: it hands every sample over at its current token and leaves.
 With --rewards it has no engine and scores answers with the run's reward functions, which must be installed here
@@ -33,6 +34,7 @@ tokens_per_s=80, docs/concepts/builtin-engine.md those of the builtin one, for e
 docs/guides/engines.md those of vllm and sglang; docs/guides/extend.md shows an engine of your own. What stands after --
 goes to the server as it is."""
 
+SPOT_CHOICES = ("auto", "aws", "gcp", "azure", "kubernetes", "slurm", "none")
 EXIT_LEFT_BADLY = 1
 """The exit code of a worker that failed. A worker whose options can never work exits as for bad input."""
 EXIT_TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
@@ -80,7 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="samples at once (default: what the engine says; with --rewards, this machine's cores)",
     )
-    parser.add_argument("--spot", action="store_true", help="the machine may be taken away")
+    parser.add_argument(
+        "--spot",
+        nargs="?",
+        const="auto",
+        choices=SPOT_CHOICES,
+        help="the machine may be taken away: where its notice comes from (default: auto, what firmware and environment "
+        "say; none: no notice is looked for)",
+    )
     parser.add_argument("--price", type=float, default=0.0, metavar="USD_PER_HOUR", help="for the ledger")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="accelerators it stands for")
     parser.add_argument("--planned", action="store_true", help="the run that started it plans its engine's width")
@@ -92,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="SIGTERM says that the machine goes in S seconds: generate until shortly before (default: hand over now)",
+        help="SIGTERM says that the machine goes in S seconds: generate until shortly before (default: hand over now, "
+        "or what --spot kubernetes and --spot slurm say)",
     )
     relaying = parser.add_mutually_exclusive_group()
     relaying.add_argument(
@@ -234,11 +244,12 @@ async def _check(args: argparse.Namespace, engine: "Engine") -> int:
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
     from polyrl.errors import EXIT_BAD_INPUT
     from polyrl.worker.agent import WorkerAgent, WorkerOptions
+    from polyrl.worker.spot.listening import noticing
 
     dialer = dialing.dialer_to(args.join, args.token_file, args.ca)
     options = WorkerOptions(
         name=name,
-        spot=args.spot,
+        spot=args.spot is not None,
         price_usd_per_hour=args.price,
         num_devices=args.devices,
         planned=args.planned,
@@ -247,10 +258,9 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
         relays=not args.no_relay and dialer.is_plain,  # with TLS it would need a certificate of its own
     )
     agent = WorkerAgent(engine, dialer, options, peer_of=_peer_of(args))
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, agent.drain, "SIGTERM", args.notice)
-    loop.add_signal_handler(signal.SIGINT, agent.drain, "Ctrl+C")
-    left = await agent.run()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, agent.drain, "Ctrl+C")
+    async with noticing(args.spot or "none", args.notice, agent.drain):
+        left = await agent.run()
     if left.ok:
         print(f"worker {name}: left: {left}", flush=True)
         return 0

@@ -7,6 +7,7 @@ Not checked here: whether files and registered names exist. The code that opens 
 """
 
 import math
+import re
 import string
 from ipaddress import ip_network
 from itertools import pairwise
@@ -54,6 +55,7 @@ DERIVED = (
 )
 """Keys whose defaults depend on other keys. A run records their values, and which of them the user had not set."""
 _OF_CHATS = ("conversation", "messages", "add_generation_prompt", "tokenize", "return_tensors", "return_dict")
+_HOST = r"[A-Za-z0-9._-]{1,253}|[0-9a-fA-F:.]{2,45}"
 _USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 _USUAL_AGGREGATIONS: dict[str, Aggregation] = {"gspo": "seq-mean-token-mean", "dr_grpo": "fixed"}
 """The aggregation of a loss, or else of an advantage, whose paper does not use the mean over tokens."""
@@ -82,6 +84,11 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     generates for later steps while it trains, with weights that are at most `max_staleness` versions behind."""
     max_staleness: AtLeastOne | None = None
     """The most versions that weights may be behind, in mode `async`; none: 1."""
+    min_sample_size: Share = 0.0
+    """In mode `async`: halve the lag when the effective share of a step's samples (`actor/effective_sample_size`) is
+    below this; 0: never."""
+    max_norm_growth: NotNegative = 0.0
+    """In mode `async`: halve the lag when a step's gradient norm is more than this many times the usual; 0: never."""
     steps: AtLeastOne = 100
     seed: Seed = 0
     run_dir: str | None = None
@@ -179,6 +186,9 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The largest mean distance per token, in nats, between a sample's log-probabilities and the trainer's. It is
     multiplied by 1 + the number of versions that the worker's weights were behind. A sample beyond it is left out of
     the step, and its worker is named; 0: no bound."""
+    scale_lr_by_sample_size: bool = False
+    """Multiply the learning rate of an update by the square root of the effective share of its samples (VCPO, arXiv
+    2602.17616). For train.mode "async"."""
     entropy_coef: NotNegative = 0.0
     mini_batches: AtLeastOne = 1
     """Optimizer updates in one pass over a step's groups; each trains on its share of the groups."""
@@ -286,7 +296,8 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LoraSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """LoRA: train low-rank changes to some matrices, and leave the base weights unchanged; docs/concepts/lora.md."""
+    """LoRA: train low-rank changes to some matrices, and leave the base weights unchanged;
+    docs/concepts/training-step.md#lora-and-a-smaller-optimizer."""
 
     rank: Annotated[int, Meta(ge=0, le=1024)] = 0
     """The rank of the changes. 0: no LoRA, all weights are trained."""
@@ -560,6 +571,9 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     """0.0.0.0 for workers on other machines."""
+    address: str = ""
+    """The name or address that other machines dial; empty: an address of this machine. For names that stay when the
+    machine changes, such as a Service of Kubernetes."""
     port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     """0: any free port. None: 5000, or any free port if another run has 5000."""
     tls_cert: str = ""
@@ -579,6 +593,10 @@ class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"{missing}: missing, expected a file; a certificate and its key belong together")
         if self.ca and not self.tls_cert:
             raise ValueError("ca: nothing is checked against it without tls_cert")
+        if self.address and self.tls_cert:
+            raise ValueError("address: peers dial a name of tls_cert; leave one of the two out")
+        if self.address and not re.fullmatch(_HOST, self.address):
+            raise ValueError(f"address: got {self.address!r}, expected a name or an address, without a port")
 
 
 class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -677,6 +695,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"name: got {self.name!r}, expected a name that a directory can have")
         if self.train.max_staleness is not None and self.train.mode != "async":
             raise ValueError(f'train.max_staleness: is for train.mode = "async" alone, not for "{self.train.mode}"')
+        self._check_guards()
         self._choose_who_generates()
         self._choose_zero_variance()
         self._choose_old_logprobs()
@@ -751,6 +770,22 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"fleet.price_usd_per_hour: {price:g} is above manager.max_price_usd_per_hour = {most:g}, "
                 "and no worker would be let in"
+            )
+
+    def _check_guards(self) -> None:
+        """Refuse guards against stale samples where no sample is stale, and bounds that cannot act."""
+        guards = {
+            "train.min_sample_size": self.train.min_sample_size,
+            "train.max_norm_growth": self.train.max_norm_growth,
+            "algorithm.scale_lr_by_sample_size": self.algorithm.scale_lr_by_sample_size,
+        }
+        for key, is_set in guards.items():
+            if is_set and self.train.mode != "async":
+                raise ValueError(f'{key}: is for train.mode = "async" alone, not for "{self.train.mode}"')
+        if 0 < self.train.max_norm_growth <= 1:
+            raise ValueError(
+                f"train.max_norm_growth: got {self.train.max_norm_growth:g}, expected 0 or a number above 1: half of "
+                "all steps are above the median"
             )
 
     def _choose_old_logprobs(self) -> None:

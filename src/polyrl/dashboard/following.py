@@ -26,7 +26,7 @@ from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.account import FleetWatcher, Life
+from polyrl.telemetry.lives import FleetWatcher, Life
 from polyrl.telemetry.timeline import Span, Timeline
 
 TRAINER = "trainer"
@@ -123,8 +123,15 @@ class Follower:
         return 0.0 if self._scheduler is None else self._scheduler.desk.config.trainer_usd_per_hour
 
     def spent_usd(self) -> float:
-        """Return what the run has cost up to the newest record."""
-        return 0.0 if self._scheduler is None else self._scheduler.ledger.usd(self._now)
+        """Return what the run has cost up to now: what the ledger says when all is settled."""
+        if self._scheduler is None:
+            return 0.0
+        desk, ledger, now = self._scheduler.desk, self._scheduler.ledger, self._now
+        owed = [(ledger.workers[one.name], one.since) for one in desk.seats.values() if not one.unheard]
+        owed += [(ledger.hosts[one.name], one.since) for one in desk.hosts.seats.values()]
+        owed += [(ledger.reward_workers[one.name], one.since) for one in desk.reward_workers.seats.values()]
+        unsettled = sum(max(0.0, now - since) * line.price_usd_per_hour for line, since in owed)
+        return ledger.usd(now) + unsettled / 3600.0
 
     def tell_time(self, now: Seconds) -> None:
         """Take in the run's own time: where nothing happens, the journal does not tell it."""
@@ -132,10 +139,19 @@ class Follower:
             if self._scheduler is not None and self.is_at_end:
                 self._now = max(self._now, now)
 
+    def time_now(self) -> Seconds:
+        """Return the moment up to which the run is known."""
+        return self._now
+
     def time_parts(self) -> list[TimePart]:
         """Return where the time of the newest steps went."""
         with self._lock:
             return self._use.parts(self._lines, self.started_at(), self._now, self.spent_usd())
+
+    def steps_of_groups(self) -> dict[GroupId, int]:
+        """Return the step of every group that is known."""
+        with self._lock:
+            return {group: planned.step for group, planned in self._groups.items()}
 
     def prompt_of(self, group: int) -> GroupPrompt | None:
         return self._groups.get(GroupId(group))

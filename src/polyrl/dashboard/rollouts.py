@@ -25,6 +25,8 @@ _TOKENS_AT_HAND = 2_000_000
 """Of the steps that are kept decoded; a token takes about 70 bytes. The newest is kept in any case."""
 _PREVIEW_TOKENS = 40
 _MAX_STEPS_OF_PROMPT = 50
+_MOST_SHOWN, _FEWEST_SHOWN = 30_000, 200
+"""Tokens of a sample on the page, and of each of its spans, however many it has."""
 _LOOK_AGAIN_S = 5.0
 _NOT_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_PIECE = 16
@@ -127,7 +129,7 @@ class Rollouts:
             if self._kept is None or time.monotonic() - self._read_at > _LOOK_AGAIN_S:
                 self._read_at = time.monotonic()
                 try:
-                    self._kept = None if self._is_empty() else Kept(self._run_dir)
+                    self._kept = None if self._is_empty() else Kept(self._run_dir, self._follower.steps_of_groups())
                 except UserError:  # nothing was answered yet
                     self._kept = None
             return self._kept
@@ -211,10 +213,12 @@ class Rollouts:
 
     def _texts(self, one: KeptSample) -> dict[str, Any]:
         if one.sequences:
-            sequences = [[self._span(span) for span in spans] for spans in one.sequences]
+            spans_of = one.sequences
         else:
             answer = KeptSpan(True, one.answer, one.logprobs, _writers(one.turns))
-            sequences = [[self._span(KeptSpan(False, one.prompt)), self._span(answer)]]
+            spans_of = ((KeptSpan(False, one.prompt), answer),)
+        most = max(_FEWEST_SHOWN, _MOST_SHOWN // max(1, sum(map(len, spans_of))))
+        sequences = [[part for span in spans for part in self._shown(span, most)] for spans in spans_of]
         turns = [{"version": turn.version, "worker": turn.worker, "engine": turn.engine} for turn in one.turns]
         return {"sequences": sequences, "writers": turns}
 
@@ -225,6 +229,19 @@ class Rollouts:
             "logprobs": [round(float(one), 4) for one in span.logprobs],
             "writers": list(span.writers),
         }
+
+    def _shown(self, span: KeptSpan, most: int) -> list[dict[str, Any]]:
+        """Return a span, of a long one its beginning and its end: a browser cannot hold millions of tokens."""
+        left_out = len(span.tokens) - most
+        if left_out <= 0:
+            return [self._span(span)]
+        half = most // 2
+        ends = (slice(0, half), slice(len(span.tokens) - half, None))
+        begin, end = (
+            self._span(KeptSpan(span.drawn, span.tokens[part], span.logprobs[part], span.writers[part]))
+            for part in ends
+        )
+        return [{**begin, "left_out": left_out}, end]
 
 
 def _num_tokens(samples: Sequence[KeptSample]) -> int:

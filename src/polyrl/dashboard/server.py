@@ -67,6 +67,7 @@ class DashboardServer:
             "timeline": self._timeline,
             "story": self._story,
             "ledger": self._ledger,
+            "fleet": self._fleet,
         }
 
     def close(self) -> None:
@@ -164,6 +165,11 @@ class DashboardServer:
 
     async def _ledger(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._in_thread(self._run(request).ledger))
+
+    async def _fleet(self, request: web.Request) -> web.StreamResponse:
+        run, text = self._run(request), _text(request, "text")
+        first, most = _integer(request, "first", 0, 0, 1 << 20), _integer(request, "most", 100, 1, _MAX_ROWS)
+        return _json(await self._in_thread(lambda: run.fleet(text, first, most)))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Tell what a run does every second, until the browser goes away."""

@@ -5,6 +5,7 @@ Rules kept here: a run is only read, from its directory or its journal. The stat
 """
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ _ALARMING = (
 )  # fmt: skip
 _HISTORY = 500
 _LEDGER_EVERY_S = 10.0
+_LEDGER_REST = 20.0
+"""A long journal is read again after so many times what reading it took."""
+_PARTS = re.compile(r"\d+|\D+")
 _SAME_S = 0.5
 """For so long, all pages are told the same."""
 _MAX_SERIES = 64
@@ -102,7 +106,7 @@ class WatchedRun:
             "last_step": self.curves.steps[-1] if num_steps else None,
             "steps_wanted": self._setting("train", "steps"),
             "headlines": {label: value for label, value in headlines.items() if value is not None},
-            "status": None if status is None else to_builtins(status),
+            "status": None if status is None else _without_fleet(status),
             "status_age_s": None if status is None else time.monotonic() - self._heard_at,
             "moving": found is not None and found.is_moving,
             "findings": [] if found is None else [one._asdict() for one in found.findings],
@@ -141,10 +145,11 @@ class WatchedRun:
         return [*alarms.of_answers([one.answer for one in samples], [self.rollouts.preview(one) for one in samples])]
 
     def _spent(self, status: Status | None) -> float | None:
-        """Return what the run has cost: by the manager, or else by the journal, once it is read."""
-        if status is not None and "usd" in status.ledger:
-            return status.ledger["usd"]
-        return self.follower.spent_usd() if self.follower.is_at_end else self.curves.last("cost/usd_total")
+        """Return what the run has cost: by the journal, as the ledger does; until it is read, by the manager."""
+        if self.follower.is_at_end and not self.follower.trouble:
+            return self.follower.spent_usd()
+        told = None if status is None else status.ledger.get("usd")
+        return self.curves.last("cost/usd_total") if told is None else told
 
     def _join_command(self) -> str:
         if not self._join and self.live:
@@ -186,6 +191,46 @@ class WatchedRun:
             columns = {name: self.curves.column(name) for name in names[:_MAX_SERIES]}
             return {"x": self.curves.axis(axis), "steps": self.curves.steps, "columns": columns}
 
+    def fleet(self, text: str, first: int, most: int) -> dict[str, Any]:
+        """Return so many of the workers whose name, state or engine has a text; of a run without a manager, those that
+        it had."""
+        status = self._statuses[-1] if self._statuses else None
+        rows = self._had() if status is None else [to_builtins(one) for one in status.workers]
+        facts = ("name", "state", "engine")
+        found = [one for one in rows if any(text in one.get(fact, "") for fact in facts)]
+        found.sort(
+            key=lambda one: [
+                (int(part), "") if part.isdecimal() else (-1, part) for part in _PARTS.findall(one["name"])
+            ]
+        )
+        others = {} if status is None else {
+            "hosts": to_builtins(status.hosts), "reward_workers": to_builtins(status.reward_workers),
+            "turned_away": to_builtins(status.turned_away),
+        }  # fmt: skip
+        return {
+            "is_there": status is not None,
+            "num": len(found),
+            "num_all": len(rows),
+            "workers": found[first:][:most],
+            **others,
+        }
+
+    def _had(self) -> list[dict[str, Any]]:
+        """Return the workers that the journal tells of."""
+        now, found = self.follower.time_now(), dict[str, dict[str, Any]]()
+        for life in self.follower.lives():
+            one = found.setdefault(
+                life.worker, {"name": life.worker, "joined": 0, "lost": 0, "seconds": 0.0, "usd": 0.0}
+            )
+            until = now if life.ended_at is None else life.ended_at
+            one["joined"] += 1
+            one["lost"] += life.ending == "lost"
+            one["seconds"] += until - life.began_at + life.starting_s
+            one["usd"] += life.usd(until)
+            one |= {"spot": life.spot, "state": life.ending or "there at the end", "why": life.why}
+            one["price_usd_per_hour"] = life.price_usd_per_hour
+        return [*found.values()]
+
     def story(self, sample: str) -> list[str]:
         """Return a sample's life in lines. Raises UserError."""
         try:
@@ -196,11 +241,20 @@ class WatchedRun:
     def ledger(self) -> dict[str, Any]:
         """Return the account of the run, at most a few seconds old."""
         with self._ledger_lock:
-            if self._ledger is None or time.monotonic() - self._ledger[0] > (_LEDGER_EVERY_S if self.live else 1e9):
+            if self._ledger is None or (self.live and time.monotonic() > self._ledger[0]):
+                began = time.monotonic()
                 account = read_account(self.path)
+                took = time.monotonic() - began
                 text = ledger_report.as_text(account, self.name, verified=False)
-                self._ledger = time.monotonic(), {**ledger_report.as_json(account, self.name, None), "text": text}
+                again_at = time.monotonic() + max(_LEDGER_EVERY_S, _LEDGER_REST * took)
+                self._ledger = again_at, {**ledger_report.as_json(account, self.name, None), "text": text}
             return self._ledger[1]
+
+
+def _without_fleet(status: Status) -> dict[str, Any]:
+    """Return the state without its longest lists: pages of many workers are asked for (`fleet`)."""
+    told = to_builtins(msgspec.structs.replace(status, workers=(), hosts=[], reward_workers=[], turned_away=[]))
+    return {**told, "num_workers": len(status.workers), "num_hosts": len(status.hosts)}
 
 
 def read_status(line: bytes) -> Status | None:

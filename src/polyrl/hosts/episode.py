@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from msgspec import Struct
 
 from polyrl.errors import PolyrlError
+from polyrl.hosts.tools import whole_text
 from polyrl.wire.host_frames import MAX_PARTS, MAX_REWARD, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
 
 MAX_WHY = 300
@@ -137,6 +138,8 @@ def _check_limits(limits: CallLimits) -> None:
     for one in limits.stop:
         if not isinstance(one, str) or not 0 < len(one) <= MAX_STOP_CHARACTERS:
             raise EpisodeFailed(f"the stop string {str(one)[:40]!r}; expected 1 to {MAX_STOP_CHARACTERS} characters")
+        if whole_text(one) != one:
+            raise EpisodeFailed(f"the stop string {one[:40]!r}; expected no half of a character")
 
 
 def finite(value: object, what: str) -> float:

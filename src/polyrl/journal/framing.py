@@ -42,7 +42,7 @@ class FrameSource:
 
     def __init__(self, chunks: Iterable[bytes], name: str) -> None:
         self._chunks = iter(chunks)
-        self._buffer = bytearray()
+        self._buffer = b""
         self._start = 0
         self.name = name
         self.offset = 0
@@ -54,11 +54,9 @@ class FrameSource:
             chunk = next(self._chunks, None)
             if chunk is None:
                 break
-            del self._buffer[: self._start]
+            self._buffer = self._buffer[self._start :] + chunk
             self._start = 0
-            self._buffer += chunk
-        with memoryview(self._buffer) as view:  # a slice of the buffer itself would be copied twice
-            return bytes(view[self._start + after : self._start + num_bytes])
+        return self._buffer[self._start + after : self._start + num_bytes]
 
     def skip(self, num_bytes: int) -> None:
         self._start += num_bytes

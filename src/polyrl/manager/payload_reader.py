@@ -35,7 +35,7 @@ from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire.columns import CELL_BYTES
 from polyrl.wire.frames import Ended, NewTokens
 
-_ROWS_A_LANE = 64
+_ROWS_A_LANE = 256
 _MIN_ROWS = 1 << 16
 _GATHERED_BYTES = 32 << 20
 """Rows go to their samples once there are this many per lease, or this many bytes in all: the cost is per lease."""
@@ -225,22 +225,24 @@ class PayloadReader:
         self._touched, self._num_rows, self._num_bytes = {}, 0, 0
 
     def _add(self, lanes: Sequence[_Lane], rows: _Rows, runs: Sequence[_Run], cells: memoryview) -> None:
+        new = [place for place, lane in enumerate(lanes) if lane.from_token >= 0]
+        new.append(len(lanes))
         num_begun = 0
         odd: dict[int, list[int]] | None = None
-        for run in runs:
-            for lane in lanes[num_begun : run.lane + 1]:
-                lane.begin()
-            num_begun = run.lane + 1
-            lane = lanes[run.lane]
+        for place, version, first_row, last_row, offset, start, end, goes_on in runs:
+            while new[num_begun] <= place:
+                lanes[new[num_begun]].begin()
+                num_begun += 1
+            lane = lanes[place]
             text = lane.text
-            in_time = lane.is_in_time(run.first_row) and lane.is_in_time(run.last_row)
-            if run.goes_on and in_time and run.offset == text.num_tokens:
-                if run.version != text.version:
-                    text.begin_segment(run.version)
-                text.add_settled(cells[run.start : run.end])
+            in_time = lane.opened_at <= first_row and last_row < lane.closed_at
+            if goes_on and in_time and offset == text.num_tokens:
+                if version != text.version:
+                    text.begin_segment(version)
+                text.add_settled(cells[start:end])
             else:
                 odd = _rows_by_lane(rows) if odd is None else odd
-                _add_one_by_one(lane, rows, odd.pop(run.lane, ()))
+                _add_one_by_one(lane, rows, odd.pop(place, ()))
 
 
 def _columns_of(parts: Mapping[str, Sequence[bytes]], leases: Sequence[int]) -> _Rows:
@@ -280,15 +282,16 @@ def _runs_of(rows: _Rows) -> tuple[list[_Run], memoryview]:
         cells = rows.cells[np.repeat(known, rows.counts)]
         rows = _Rows(rows.lanes[known], rows.offsets[known], rows.counts[known], rows.versions[known], cells)
         keys, numbers = keys[known], numbers[known]
-    brought = np.bincount(keys, rows.counts).astype(np.int64)
+    brought = _sums_by(keys, rows.counts)
     ends = np.cumsum(brought)
     begins = ends - brought
     firsts, lasts = np.zeros(len(brought), np.int64), np.zeros(len(brought), np.int64)
     firsts[keys[::-1]] = np.arange(len(keys))[::-1]  # of those that are put into one place, the last stays
     lasts[keys] = numbers
     offsets = rows.offsets[firsts] if len(keys) else firsts
-    places = rows.offsets + (begins - offsets)[keys]
-    strays = (places < begins[keys]) | (places + rows.counts > ends[keys])
+    within = rows.offsets - offsets[keys]
+    strays = (within < 0) | (within + rows.counts > brought[keys])
+    places = within + begins[keys]
     goes_on = np.ones(len(brought), bool)
     if strays.any():
         goes_on[keys[strays]] = False
@@ -323,10 +326,22 @@ def _keys_of(rows: _Rows) -> tuple[Any, Any]:
     return np.where(rows.lanes < 0, -1, rows.lanes * len(versions) + which), versions
 
 
+def _sums_by(keys: Any, counts: Any) -> Any:
+    """Return the sum of the counts of each key."""
+    if _are_equal(counts):
+        return np.bincount(keys) * (counts[0] if len(counts) else 0)
+    return np.bincount(keys, counts).astype(np.int64)
+
+
+def _are_equal(counts: Any) -> bool:
+    """Say whether all rows have as many cells: engines decode in lock step."""
+    return not len(counts) or counts.min() == counts.max()
+
+
 def _each_cell(begins: Any, counts: Any, most: int) -> Any:
     """Return the place of each cell. Rows that overlap may claim places beyond the end."""
-    if len(counts) and counts.min() == counts.max():  # engines decode in lock step
-        cells = (begins[:, None] + np.arange(counts[0])).ravel()
+    if len(counts) and _are_equal(counts):
+        cells = begins if counts[0] == 1 else (begins[:, None] + np.arange(counts[0])).ravel()
     else:
         cells = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
     return np.minimum(cells, most - 1) if len(cells) and cells.max() >= most else cells

@@ -288,16 +288,16 @@ async def chat(call: RouteCall) -> web.StreamResponse:
 
 
 ROUTES = (
-    Route("GET", "/v1/health", None, health, "Whether the manager answers.", reply=control.HealthReply),
-    Route("GET", "/v1/openapi.json", "worker", openapi, "This description."),
+    Route("GET", "/v1/health", None, health, "Whether the port is open.", reply=control.HealthReply),
+    Route("GET", "/v1/openapi.json", "worker", openapi, "This description, as OpenAPI 3.1."),
     Route(
         "POST", "/v1/join", "worker", join,
-        "Join the fleet. A name whose worker is not connected is taken over.",
+        "Join the fleet. The name of a worker that is gone or silent, or whose session is shown, is taken over.",
         control.JoinRequest, control.JoinReply, errors=(409, 423), is_limited=True,
     ),
     Route(
         "GET", "/v1/workers/{name}", "worker", look_up,
-        "Whether a worker that is about to start will be let in under this name.",
+        "Whether a worker that is about to start will be let in under this name; `refusal` says why not.",
         reply=control.NameReply, errors=(404,),
     ),
     Route("GET", "/v1/worker", "worker", worker_stream, "A worker's stream of frames.", kind="socket"),
@@ -308,7 +308,7 @@ ROUTES = (
     Route("GET", "/v1/host", "host", host_stream, "A host's stream of frames.", kind="socket"),
     Route(
         "POST", "/v1/hosts/{name}/drain", "admin", drain_host,
-        "Have a host play its episodes to their end and leave. The body may be left out.",
+        "Have a host play its episodes to their end and leave.",
         control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
     ),
     Route(
@@ -318,7 +318,7 @@ ROUTES = (
     Route("GET", "/v1/reward-worker", "reward", reward_stream, "A reward worker's stream of frames.", kind="socket"),
     Route(
         "POST", "/v1/reward-workers/{name}/drain", "admin", drain_reward_worker,
-        "Have a reward worker finish what it scores, or hand it back, and leave. The body may be left out.",
+        "Have a reward worker finish what it scores, or hand it back, and leave.",
         control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
     ),
     Route(
@@ -330,14 +330,18 @@ ROUTES = (
         "Open the run, or come back to it with the same configuration.",
         control.RunRequest, control.RunReply, errors=(409,),
     ),
-    Route("GET", "/v1/trainer", "admin", trainer_stream, "The trainer's stream of frames.", kind="socket"),
     Route(
-        "GET", "/v1/status", "admin", status, "Who is there, what runs, who waits for whom.", reply=control.Status
+        "GET", "/v1/trainer", "admin", trainer_stream,
+        "The trainer's stream of frames. A second trainer ends the first one's.", kind="socket",
+    ),
+    Route(
+        "GET", "/v1/status", "admin", status,
+        "Who is there, what runs, who waits for whom: what `polyrl status` shows, and more.", reply=control.Status,
     ),
     Route("GET", "/v1/metrics", "admin", metrics, "Metrics in Prometheus' text format.", kind="text"),
     Route(
         "POST", "/v1/workers/{name}/drain", "admin", drain,
-        "Have a worker hand everything over and leave. The body may be left out.",
+        "Have a worker hand everything over and leave: now, or shortly before `notice_s` are over.",
         control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
     ),
     Route(
@@ -345,13 +349,22 @@ ROUTES = (
         reply=control.PauseReply, errors=(409,),
     ),
     Route("POST", "/v1/resume", "admin", resume, "Give leases again.", reply=control.PauseReply, errors=(409,)),
-    Route("GET", "/dash/api/{name}", "view", dash_data, "The dashboard's data.", errors=(400, 404, 409, 429)),
-    Route("GET", "/dash", None, dash, "The dashboard: a page for browsers.", kind="page"),
-    Route("GET", "/dash/", None, dash_page, "The dashboard, as well.", kind="page"),
-    Route("GET", "/dash/page/{name}", None, dash_part, "Parts of the dashboard's page.", errors=(404,), kind="page"),
-    Route("GET", "/v1/models", "generate", models, "The model that answers.", reply=replies.ModelList),
     Route(
-        "POST", "/v1/completions", "generate", complete, "Go on after a prompt.",
+        "GET", "/dash/api/{name}", "view", dash_data,
+        "The dashboard's data: `now`, `samples`, `timeline` and so on.", errors=(400, 404, 409, 429),
+    ),
+    Route(
+        "GET", "/dash", None, dash,
+        "The dashboard: a page for browsers, without anything of the run in it.", kind="page",
+    ),
+    Route("GET", "/dash/", None, dash_page, "The same.", kind="page"),
+    Route("GET", "/dash/page/{name}", None, dash_part, "Parts of the dashboard's page.", errors=(404,), kind="page"),
+    Route(
+        "GET", "/v1/models", "generate", models,
+        "The model that answers, as OpenAI's clients ask for it.", reply=replies.ModelList,
+    ),
+    Route(
+        "POST", "/v1/completions", "generate", complete, "Go on after a prompt, in text or token ids.",
         CompletionRequest, replies.Completion, errors=(404, 429, 500, 503), kind="events",
     ),
     Route(

@@ -15,7 +15,7 @@ from polyrl.manager.run import Run
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import turns
-from polyrl.scheduling.rules.turn_limits import TurnTimes
+from polyrl.scheduling.rules.play_limits import PlayTimes
 from polyrl.wire.control import (
     EnvironmentStatus,
     HostStatus,
@@ -105,7 +105,7 @@ def _host(session: HostSession, now: float, run: Run | None = None) -> HostStatu
 
 
 def _environment(desk: Desk, domain: int, now: float) -> EnvironmentStatus:
-    name, times = desk.environment_of(domain), desk.state.turns.get(domain, TurnTimes())
+    name, times = desk.environment_of(domain), desk.state.turns.get(domain, PlayTimes())
     hosts = [one for one in desk.hosts.seats.values() if one.environment == name and not one.draining]
     unhosted = (one for round_ in desk.rounds.values() for one in round_.unhosted.get(domain, ()))
     return EnvironmentStatus(
@@ -116,6 +116,7 @@ def _environment(desk: Desk, domain: int, now: float) -> EnvironmentStatus:
         turn_p50_s=times.within_s(0.5),
         turn_p99_s=times.within_s(0.99),
         turn_limit_s=turns.present_limit_s(desk, domain, now),
+        episode_limit_s=turns.present_episode_limit_s(desk, domain, now),
     )
 
 

@@ -14,6 +14,7 @@ PROVIDERS: Mapping[str, Callable[..., Any] | str] = {
     "command": "polyrl.providers.command:CommandProvider",
     "slurm": "polyrl.providers.slurm:SlurmProvider",
     "ray": "polyrl.providers.ray_actors:RayProvider",
+    "kubernetes": "polyrl.providers.kubernetes:KubernetesProvider",
 }
 _METHODS = ("check", "held", "start", "stop", "close")
 _MAX_NAME = 24

@@ -152,7 +152,7 @@ def join_commands(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
     """Return the commands that start another host of this run, one for each domain with an environment."""
     shown = structs.replace(recipe, model=structs.replace(recipe.model, path=shown_model(recipe.model.path)))
     return [
-        shlex.join(["polyrl", *arguments(shown, domain, run_dir, from_elsewhere(url), "")])
+        shlex.join(["polyrl", *arguments(shown, domain, run_dir, from_elsewhere(url, recipe.manager), "")])
         for domain in recipe.data.all_domains
         if domain.environment
     ]

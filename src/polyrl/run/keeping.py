@@ -210,7 +210,7 @@ class FleetKeeper:
 
     def order(self, name: str) -> WorkerOrder:
         recipe, provider, width = self.recipe, self.provider, self.width
-        url = self._address.url if provider.is_here else from_elsewhere(self._address.url)
+        url = self._address.url if provider.is_here else from_elsewhere(self._address.url, recipe.manager)
         arguments = worker_arguments(recipe, self._run_dir, url, name, width, shares_files=provider.shares_files)
         token = (self._run_dir / TOKEN_FILES["worker"]).read_text(encoding="utf-8").strip()
         has_own = provider.is_here and (width > 1 or recipe.parallelism.enabled) and name in self._names

@@ -8,7 +8,7 @@ written. A group in a step's file is not read from the journal as well. No proce
 be read in the same way.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -102,10 +102,11 @@ class NoLongerKept(UserError):
 class Kept:
     """The samples of a run. Raises UserError for a directory without any."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, step_of: Mapping[GroupId, int] | None = None) -> None:
+        """`step_of` has the step of each group, where it is known; None: the newest journal is read for it."""
         self._run_dir = run_dir
         self._files = entries.of_run(run_dir)
-        self._open = _open_samples(run_dir)
+        self._open = _open_samples(run_dir, step_of)
         self._open = {step: found for step, found in self._open.items() if step not in self._files}
         if not self._files and not self._open:
             raise UserError(f"{run_dir}: no samples there; expected the directory of a run that has answered something")
@@ -227,10 +228,10 @@ def _spans(
     return tuple(found)
 
 
-def _open_samples(run_dir: Path) -> dict[int, list[KeptSample]]:
+def _open_samples(run_dir: Path, step_of: Mapping[GroupId, int] | None) -> dict[int, list[KeptSample]]:
     """Answers in the manager's journal, by step: whole ones alone."""
     try:
-        step_of = _steps_of_groups(run_dir)
+        step_of = _steps_of_groups(run_dir) if step_of is None else step_of
     except JournalError:
         return {}
     reader, scored = PayloadReader(step_of), set[int]()

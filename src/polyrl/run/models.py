@@ -1,16 +1,19 @@
 """The models of a training run: the policy, the reference that KL is measured against, the critic; what moves them."""
 
+import logging
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
+from polyrl.config.model_dir import read_or_nothing
 from polyrl.config.recipe import Recipe
 from polyrl.data.tokens import check_same_tokens
 from polyrl.engines.builtin import models
 from polyrl.engines.builtin.config import choose_device
+from polyrl.engines.builtin.model_config import load_config, rope_kinds
 from polyrl.errors import ConfigError
-from polyrl.trainer import sharding
+from polyrl.trainer import families, sharding
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Learner
 from polyrl.trainer.meeting import Meeting
@@ -18,6 +21,14 @@ from polyrl.trainer.model import Divided, Policy, Scorer, load_model
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.ranks import ALONE, RankGroup, Ranks
 from polyrl.trainer.step import StepAccumulator
+
+log = logging.getLogger("polyrl.train")
+
+_ROWS = {
+    "packed": "packed without padding",
+    "padded": "side by side, padded: our packed attention does not know this family",
+    "alone": "one at a time: its positions depend on the longest sample",
+}
 
 
 def load_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
@@ -37,6 +48,9 @@ def load_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
         peers=ALONE if ranks is None else ranks.replica,
         meeting=None if ranks is None or ranks.num_replicas == 1 else Meeting(ranks),
     )
+    if not families.is_of_engine(recipe.model.path):
+        how, name = policy.loaded.rows, type(policy.loaded.model).__name__
+        log.log(logging.INFO if how == "packed" else logging.WARNING, "%s is trained with samples %s", name, _ROWS[how])
     return Learner(policy, optimizer, critic, steps)
 
 
@@ -106,6 +120,31 @@ def check_tokenizers(recipe: Recipe) -> None:
 def uses_engine(recipe: Recipe) -> bool:
     """Whether the trainer's own device generates anything."""
     return bool(recipe.train.local_generation or recipe.validates)
+
+
+def is_served(recipe: Recipe) -> bool:
+    """Whether served engines generate everything, so that tensors are published as the model's files name them."""
+    return not uses_engine(recipe) and recipe.fleet.engine != "builtin"
+
+
+def check_family(recipe: Recipe) -> None:
+    """Raise ConfigError if the builtin engine is to run a model that only the trainer can."""
+    for key, path in {"model.path": recipe.model.path, **others(recipe)}.items():
+        if families.is_of_engine(path):
+            continue
+        name = read_or_nothing(path, "config.json")["architectures"][0]
+        if key == "model.path" and not is_served(recipe):
+            raise ConfigError(
+                f"model.path: {path}: the builtin engine does not run {name}; a served one may: set "
+                "train.local_generation=false, fleet.engine to vllm or sglang, and no validation"
+            )
+        if key == "model.path" and recipe.train.replicas < recipe.train.ranks:
+            alone = families.LONGEST_DECIDES & rope_kinds(load_config(path, any_family=True).get_text_config())
+            if alone:
+                raise ConfigError(
+                    f"train.ranks: {name} with rope_type {min(alone)} is trained one sample at a time; expected "
+                    "train.replicas to be as many as train.ranks"
+                )
 
 
 def _load(

@@ -8,7 +8,7 @@ tensors are exact; the other memory of training is an estimate, and marked as on
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,16 +19,19 @@ from polyrl.config.places import check_model_dir, with_local_places
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.cores import num_cores
 from polyrl.engines.builtin.config import BuiltinConfig, choose_device
+from polyrl.engines.builtin.model_config import load_config
 from polyrl.engines.builtin.models import check_headers
 from polyrl.engines.engine import EngineError
 from polyrl.errors import ConfigError, plain, shorten
 from polyrl.run.encryption import encryption
-from polyrl.run.models import check_device, check_tokenizers, gpu_bytes, others, uses_engine
+from polyrl.run.models import check_device, check_family, check_tokenizers, gpu_bytes, others, uses_engine
+from polyrl.run.nodes import remembered
 from polyrl.run.plugins import check_plugins
 from polyrl.run.settings import caveat_of
 from polyrl.run.tasks import DomainOfStep, look_at_a_step, too_few
 from polyrl.run.training_rows import prompt_room
 from polyrl.run.workers import check_settings
+from polyrl.trainer.families import is_of_engine
 from polyrl.weights import folder as folders
 from polyrl.weights.manifest import is_table
 
@@ -124,7 +127,7 @@ def read_shape(path: str, key: str = "model.path") -> ModelEstimates:
     place = Path(path) / "config.json"
     try:
         read_object(path, "config.json")
-        config = read_facts(path).config
+        config = read_facts(path).config if is_of_engine(path) else _sizes_of(path)
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         width = int(config.get("head_dim") or hidden // heads)
         layers, inner = int(config["num_hidden_layers"]), int(config["intermediate_size"])
@@ -148,6 +151,17 @@ def read_shape(path: str, key: str = "model.path") -> ModelEstimates:
     return ModelEstimates(
         layout.architecture, num, layers, hidden, inner, heads * width, kv_heads * width, context, matrices
     )
+
+
+def _sizes_of(path: str) -> dict[str, Any]:
+    """Return the sizes of a model of any family, whose config.json may call them something else."""
+    try:
+        config = load_config(path, any_family=True).get_text_config()
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+    sizes = {"num_attention_heads": 1, "intermediate_size": 4 * config.hidden_size}
+    keys = ("hidden_size", "head_dim", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings", *sizes)
+    return {key: getattr(config, key, None) or sizes.get(key) for key in keys}
 
 
 def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
@@ -321,6 +335,7 @@ def fit(recipe: Recipe) -> Recipe:
         dtype = "bfloat16" if device == "cuda" else "float32"
         recipe = replace(recipe, model=replace(recipe.model, dtype=dtype))
     shape = read_shape(recipe.model.path)
+    check_family(recipe)
     if device == "cpu" and recipe.train.threads is None:
         recipe = _with(recipe, replace(recipe.train, threads=choose_threads(recipe, shape.num_parameters)))
     if recipe.train.local_generation is None:
@@ -339,14 +354,21 @@ def _with(recipe: Recipe, train: TrainSection) -> Recipe:
 def choose_threads(
     recipe: Recipe, num_parameters: int, cores: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Choose the CPU threads of one rank. Two threads on one core have been measured 20 times slower than one."""
+    """Choose the CPU threads of one rank: the ranks of a node share its cores.
+
+    Two threads on one core have been measured 20 times slower than one.
+    """
     said = environment.get("OMP_NUM_THREADS", "")
     if said.isdecimal() and int(said) > 0:
         return int(said)
     if num_parameters < _FEW_PARAMETERS:
         return 1
     others = 1 + recipe.fleet.workers * _worker_threads(recipe)
-    return max(1, ((num_cores() if cores is None else cores) - others) // recipe.train.ranks)
+    there = remembered(environment)
+    num_ranks = recipe.train.ranks if there is None else -(-recipe.train.ranks // there.num)
+    said = environment.get("LOCAL_WORLD_SIZE", "")  # torchrun's
+    num_ranks = int(said) if said.isdecimal() and int(said) > 0 else num_ranks
+    return max(1, ((num_cores() if cores is None else cores) - others) // num_ranks)
 
 
 def _worker_threads(recipe: Recipe) -> int:

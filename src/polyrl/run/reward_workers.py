@@ -73,7 +73,14 @@ def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """Return the command that starts a reward worker of this run on another machine."""
     trust = ["--ca", recipe.manager.ca] if recipe.manager.ca else []
     modules = ["--modules", recipe.modules] if recipe.modules else []
-    joining = ["--join", from_elsewhere(url), "--token-file", str(run_dir / "reward.token"), *trust, *modules]
+    joining = [
+        "--join",
+        from_elsewhere(url, recipe.manager),
+        "--token-file",
+        str(run_dir / "reward.token"),
+        *trust,
+        *modules,
+    ]
     return shlex.join(["polyrl", "worker", "--rewards", *joining])
 
 

@@ -31,6 +31,7 @@ from polyrl.run import (
     hosts,
     keeping,
     local_worker,
+    models,
     preflight,
     resuming,
     reward_workers,
@@ -193,6 +194,7 @@ class Training:
             {version: digests[-1] for version, digests in fleet.digests.items()},
             None if self._leader is None else self._leader.weights,
             encodes=self._recipe.weights.encode_on == "device",
+            as_in_files=models.is_served(self._recipe),
         )
 
     async def _make_saver(self) -> Saver | None:

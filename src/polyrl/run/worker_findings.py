@@ -69,7 +69,7 @@ def _of_weights(now: Status, worker: WorkerStatus) -> Finding | None:
         return Finding(
             f"{name} pulls version {worker.pulling} from {worker.source or 'the trainer'}{since}",
             f"then it writes{until}",
-            "if that takes long, look at the link between them; docs/concepts/weight-transfer.md says what helps",
+            "if that takes long, check the link between them; docs/concepts/weights.md#weight-transfer says what helps",
         )
     wait = wait_of(now, "retry_pull", name)
     if wait is not None:

@@ -16,7 +16,7 @@ from polyrl.config import build, load_toml
 from polyrl.config.dump import inline
 from polyrl.config.places import shown_model
 from polyrl.config.plugins import is_own
-from polyrl.config.recipe import Recipe
+from polyrl.config.recipe import ManagerSection, Recipe
 from polyrl.engines import registry
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.served.server import NAMES, ServerKind
@@ -38,7 +38,7 @@ def check_settings(recipe: Recipe) -> None:
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """Return the command that joins this run from another machine."""
-    joining = _joining(recipe, run_dir, from_elsewhere(url), "builtin", shown_model(recipe.model.path))
+    joining = _joining(recipe, run_dir, from_elsewhere(url, recipe.manager), "builtin", shown_model(recipe.model.path))
     return shlex.join(["polyrl", *joining, f"dtype={recipe.model.dtype}"])
 
 
@@ -93,7 +93,7 @@ def worker_arguments(
     if wanted.engine_python:
         arguments += ["--engine-python", wanted.engine_python]
     if wanted.spot:
-        arguments.append("--spot")
+        arguments += ["--spot", "auto"]
     if wanted.price_usd_per_hour:
         arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
     return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items()), *flags]
@@ -122,9 +122,11 @@ def _trust(recipe: Recipe) -> list[str]:
     return ["--ca", recipe.manager.ca] if recipe.manager.ca else []
 
 
-def from_elsewhere(url: str) -> str:
-    """A manager that listens on all addresses is dialled at one of them."""
+def from_elsewhere(url: str, wanted: ManagerSection) -> str:
+    """Return where other machines dial a manager; one that listens on all addresses, at one of them."""
     parts = urlsplit(url)
+    if wanted.address:
+        return f"{parts.scheme}://{_in_url(wanted.address)}:{parts.port}"
     try:
         listens = ip_address(parts.hostname or "")
     except ValueError:  # a name
@@ -133,6 +135,10 @@ def from_elsewhere(url: str) -> str:
         return url
     fitting = [one for one in listening_addresses(()) if ip_address(one).version == listens.version]
     return url.replace(str(listens), fitting[0], 1) if fitting else url
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:

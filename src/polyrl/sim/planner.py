@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from polyrl.cores import num_cores
+from polyrl.errors import UserError
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.sim.result import summarize
@@ -183,9 +184,17 @@ def play_all(
     num_processes: int | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[PlanRow]:
-    """Play every choice, in as many processes as there are cores; the rows come in the order of the choices."""
+    """Play every choice, in as many processes as there are cores; the rows come in the order of the choices.
+
+    Raises UserError for a choice that the scenario cannot be run with.
+    """
     supply = None if scenario.supply.trace is None else read_supply_trace(scenario.supply.trace)
-    jobs = [(apply_choice(scenario, choice, steps, supply), choice, seed) for choice in wanted]
+    jobs: list[tuple[Scenario, Choice, int]] = []
+    for choice in wanted:
+        try:
+            jobs.append((apply_choice(scenario, choice, steps, supply), choice, seed))
+        except ValueError as error:
+            raise UserError(f"{scenario.name} with {show_choice(choice)}: {error}") from error
     return play_jobs(play, jobs, num_processes=num_processes, on_done=on_done)
 
 
@@ -256,12 +265,12 @@ def marginal_usd_per_mtok(fewer: PlanRow, more: PlanRow) -> float | None:
     return (more.usd_per_hour - fewer.usd_per_hour) / (extra_tok_s * _HOUR_S / _MILLION)
 
 
-def show_choice(row: PlanRow) -> str:
+def show_choice(row: PlanRow | Choice) -> str:
     """A choice in words: `4 workers, factor 1.25, staleness 1`."""
     return f"{_fleet_and_factor(row)}, {'on-policy' if row.staleness == 0 else f'staleness {row.staleness}'}"
 
 
-def _fleet_and_factor(row: PlanRow) -> str:
+def _fleet_and_factor(row: PlanRow | Choice) -> str:
     factor = "no over-provisioning" if row.factor <= 1.0 else f"factor {row.factor:g}"
     return f"{row.workers} worker{'' if row.workers == 1 else 's'}, {factor}"
 

@@ -57,7 +57,7 @@ def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float
             "where it is off"
         )
     if publishing > _SOME:
-        lines.append(f"publishing takes {publishing:.0%} of a step: look at docs/concepts/weight-transfer.md")
+        lines.append(f"publishing takes {publishing:.0%} of a step: look at docs/concepts/weights.md#weight-transfer")
     return lines
 
 

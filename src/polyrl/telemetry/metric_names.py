@@ -1,4 +1,5 @@
-"""Every metric that we name: its unit and its meaning, as data. docs/reference/metrics.md is tested against it.
+"""Every metric that we name: its unit and its meaning, as data. The tables of docs/reference/metrics.md
+are made of it.
 
 Rules kept here: a name means one thing in the file, in trackers, in plots and in docs. A part in angle brackets stands
 for something: `tokens/discarded/<cause>`. A recipe's own metrics may have any other name. Names that users bring from
@@ -20,7 +21,6 @@ class Metric(NamedTuple):
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "", "the step; from 0, and step t makes weight version t + 1"),
-    # What is learned
     Metric("reward/mean", "", "mean reward of all samples that came in the step, also of groups that were filtered"),
     Metric("reward/std", "", "their standard deviation"),
     Metric("reward/max", "", "the highest of them"),
@@ -52,7 +52,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation/<set>/reward/mean", "", "the same, of one set"),
     Metric("validation/pass@<k>", "share", "validation prompts that k attempts solve at least once"),
     Metric("validation/<set>/pass@<k>", "share", "the same, of one set"),
-    # How the policy changes
     Metric("actor/pg_loss", "", "policy gradient loss, mean over the step's mini-batches"),
     Metric("actor/kl_loss", "nats", 'KL to the reference model, as it enters the loss, with `kl = "loss"`'),
     Metric("actor/entropy", "nats", "mean entropy of the policy over answer tokens"),
@@ -66,6 +65,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("actor/ppo_kl", "nats", "how far the policy has moved from the log-probabilities that ratios are made with"),
     Metric("actor/reward_kl", "nats", 'KL a token that was taken off rewards, with `kl = "reward"`'),
     Metric("actor/grad_norm", "", "norm of the gradient before it was clipped, mean over the step's updates"),
+    Metric(
+        "actor/effective_sample_size",
+        "share",
+        "of an update's samples: what they are worth as samples of the current policy (docs/concepts/rounds.md)",
+    ),
     Metric("actor/lr", "", "learning rate of the step's last update"),
     Metric(
         "actor/skipped_updates", "", "updates that were left out because the gradient was no number, or there was none"
@@ -83,7 +87,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("actor/mismatch_abs", "nats", "mean difference of the two, without its sign"),
     Metric("mismatch_kl", "nats", "alias of `actor/mismatch_kl`"),
-    # What the critic learns
     Metric("critic/vf_loss", "", "loss of the critic's values, mean over answer tokens"),
     Metric("critic/vf_clip_frac", "share", "answer tokens whose value the clip held back"),
     Metric("critic/value_mean", "", "mean value over answer tokens"),
@@ -95,7 +98,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("critic/grad_norm", "", "norm of the critic's gradient before it was clipped, mean over the step's updates"),
     Metric("critic/lr", "", "its learning rate"),
-    # How long answers are
     Metric(
         "token/response_length/mean",
         "tokens",
@@ -105,7 +107,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("token/response_length/min", "tokens", "the shortest of them"),
     Metric("token/response_length/p95", "tokens", "95% of them are not longer"),
     Metric("token/prompt_length/mean", "tokens", "mean length of their prompts"),
-    # Where the time goes
     Metric(
         "time/step_total", "s", "from the end of the step before to the end of this one; validation is no part of it"
     ),
@@ -124,7 +125,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("idle/fleet_share", "share", "of the step: after the last remote answer, until its end"),
     Metric("seeding/t_seed_s", "s", "the trainer's own devices generated for the step's round before they trained"),
-    # How fast
     Metric("perf/throughput", "tokens/s", "tokens trained a second and device (ranks and workers), prompts included"),
     Metric("perf/throughput_all_gpus", "tokens/s", "tokens trained a second, prompts included"),
     Metric("perf/micro_batches", "", "packs that went through the model"),
@@ -135,26 +135,22 @@ METRICS: tuple[Metric, ...] = (
     Metric("sample/masked", "", "samples not trained on, though compared with, for example cut at the cap"),
     Metric("sample/left_out", "", "samples left out of the step: `algorithm.max_mismatch` (training-step.md)"),
     Metric("group/trained", "", "groups that they belong to"),
-    # Rounds
     Metric("rounds/kind", "", "`short` or `long`"),
     Metric("rounds/long", "", "1 for a long round, otherwise 0: for trackers that take numbers only"),
     Metric("rounds/groups", "", "groups trained"),
     Metric("rounds/samples", "", "samples trained"),
     Metric("rounds/filtered_groups", "", "groups rejected because all their rewards were equal, and replaced"),
-    # The fleet
     Metric("fleet/workers", "", "remote workers, mean over the step"),
     Metric("fleet/migrations", "", "samples of the round that went on at another worker"),
     Metric("fleet/useful", "", "remote workers that are worth holding, as the scheduler advises"),
     Metric("fleet/draft_rounds", "", "steps of builtin engines that verified drafts, as heard since the last line"),
     Metric("fleet/drafted_tokens", "tokens", "tokens of these drafts (speculation.md)"),
     Metric("fleet/accepted_tokens", "tokens", "those of them that stood: each saved its sample a step"),
-    # Tokens and dollars
     Metric("tokens/kept", "tokens", "answer tokens that the step took, those that `overlong` masks too"),
     Metric("tokens/discarded/<cause>", "tokens", "thrown away since the step before; causes as in the ledger"),
     Metric("cost/usd_step", "$", "spent since the step before: the trainer's time and every worker's"),
     Metric("cost/usd_total", "$", "spent since the run began"),
     Metric("cost/usd_per_mtok", "$", "the step's dollars through its answer tokens trained, a million"),
-    # Whether long answers are trained as often as short ones
     Metric(
         "bias/trained_mean_length",
         "tokens",
@@ -167,19 +163,40 @@ METRICS: tuple[Metric, ...] = (
         "",
         "1 if lengths of answers were drawn from a distribution, not written by the model",
     ),
-    # How old what was trained on is
     Metric(
         "staleness/mean", "versions", "mean age of the answer tokens trained: 0 if the step's own version wrote all"
     ),
     Metric("staleness/max", "versions", "the oldest of them"),
     Metric("staleness/tokens/<age>", "share", "of the answer tokens trained, those that are so many versions old"),
+    Metric(
+        "staleness/allowed",
+        "versions",
+        "how old the tokens of the next rounds may be, with a guard (docs/concepts/rounds.md)",
+    ),
+    Metric("staleness/alarm", "", "1 if the step raised the guard's alarm, otherwise 0"),
     Metric("staleness/mixed_samples", "share", "samples trained that more than one version wrote"),
-    # What was changed in a run that went on
     Metric("run/breaks", "", "of the first step after a `--resume` with other settings: how many train it otherwise"),
     Metric("run/changed", "", "the same step: which they are, with the values before and after"),
-    # Weights
     Metric("weights/version", "", "the version that the step made"),
 )
+
+TOPICS: Mapping[str, str] = {
+    "step": "The step",
+    "reward/mean": "What is learned",
+    "actor/pg_loss": "How the policy changes",
+    "critic/vf_loss": "What the critic learns",
+    "token/response_length/mean": "How long answers are",
+    "time/step_total": "Where the time goes",
+    "perf/throughput": "How fast",
+    "rounds/kind": "Rounds",
+    "fleet/workers": "The fleet",
+    "tokens/kept": "Tokens and dollars",
+    "bias/trained_mean_length": "Whether long answers are trained as often as short ones",
+    "staleness/mean": "How old what was trained on is",
+    "run/breaks": "What was changed in a run that went on",
+    "weights/version": "Weights",
+}
+"""The heading of each table on the page of metrics, by the first metric of the table."""
 
 IMPOSED_LENGTHS = "lengths of answers are imposed"
 """The meaning of `rollout/imposed_lengths`, repeated by every output on a run."""

@@ -51,7 +51,7 @@ class Critic:
         self.optimizer = Optimizer(self.parameters(), config, num_steps)
 
     def parameters(self) -> dict[str, Tensor]:
-        parameters: dict[str, Tensor] = dict(self._trunk.model.model.named_parameters())
+        parameters: dict[str, Tensor] = dict(self._trunk.model.base_model.named_parameters())
         parameters |= {f"value_head.{name}": one for name, one in self._head.named_parameters()}
         return parameters
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 Tensor = torch.Tensor
 
-_GREEDY = 1e-5
+GREEDY = 1e-5
 _CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 """The size of a chunk's logits: large enough for matrix products at full speed, small compared with everything else."""
 _LEAST_ROWS = 128
@@ -129,7 +129,7 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings
     ) -> tuple[Tensor, Tensor]:
-        temperature = 1.0 if settings.temperature < _GREEDY else settings.temperature
+        temperature = 1.0 if settings.temperature < GREEDY else settings.temperature
         reduce, _ = _functions(compiled=settings.compiled)
         rows = _rows_of_chunk(hidden, weight, settings)
         parts: list[tuple[Tensor, ...]] = []

@@ -3,7 +3,8 @@
     for each step:  round -> (filter) -> micro-batches while the round still generates -> update -> publish
 
 On-policy, the weights stay fixed from a round's first token until its last group is trained. In mode `async` the next
-`max_staleness` rounds are requested ahead: the fleet generates them meanwhile, with the newest weights it has.
+`max_staleness` rounds, or fewer after an alarm (lag.py), are requested ahead: the fleet generates them meanwhile, with
+the newest weights it has.
 
 Rules kept here: a group is taken (acknowledged) before it is trained. Once taken, it is trained in this step unless the
 process dies. A group without a learning signal is rejected, and the scheduler starts another prompt in its place.
@@ -28,6 +29,7 @@ from polyrl.errors import UserError
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.trainer.batch import TrainGroup as TrainedGroup
 from polyrl.trainer.batch import TrainSample, first_sequences, is_zero_variance, shaped_reward
+from polyrl.trainer.lag import Lag
 from polyrl.trainer.replicas import Replicas
 from polyrl.trainer.reports import RejectedGroups, StepReport, make_report
 from polyrl.trainer.sequences import train_samples
@@ -116,6 +118,7 @@ class Loop:
         self._recipe, self._fleet, self._replicas = recipe, fleet, replicas
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
+        self._lag = Lag(recipe.train, recipe.max_staleness)
         self._too_far: dict[str, int] = {}
         """The last step that left out samples of a worker (guard.py), by the worker's name."""
         self._rejected: list[list[TrainSample]] = []
@@ -196,6 +199,7 @@ class Loop:
         async with replicas.own.devices.held():
             stats = await replicas.finish()
             self._note_too_far(stats)
+            stats = stats._replace(metrics={**stats.metrics, **self._lag.after(step, stats.metrics)})
             seconds = {
                 "total": time.monotonic() - began,
                 "generate": generated - began,
@@ -339,7 +343,7 @@ class Loop:
         former = self._fleet.digests.get(version, ())
         await self._fleet.publish(offer.version, offer.digest, offer.addresses, replaces=former)
         if self._recipe.max_staleness:
-            for step in range(version, min(version + self._recipe.max_staleness + 1, self._recipe.train.steps)):
+            for step in range(version, min(version + self._lag.now + 1, self._recipe.train.steps)):
                 await self._fleet.request(step)
             await self._fleet.settled()  # the local engine must not wake with a version that is unknown there
         await self._replicas.release()

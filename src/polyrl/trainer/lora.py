@@ -223,6 +223,8 @@ def find_targets(model: Any, wanted: str | tuple[str, ...]) -> list[str]:
     head = model.get_output_embeddings()
     modules: dict[str, nn.Module] = dict(model.named_modules())
     linear = [name for name, one in modules.items() if type(one) is nn.Linear and one is not head]
+    if not linear:
+        raise UserError(f"lora.rank: {type(model).__name__} has no plain matrix that could be changed; expected 0")
     if wanted == "all-linear":
         experts = [name for name, one in model.named_parameters() if one.dim() > 2]
         if experts:

@@ -22,7 +22,7 @@ from polyrl.engines.builtin.long_attention import can_attend
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.engine import EngineError
 from polyrl.errors import UserError
-from polyrl.trainer import logprobs
+from polyrl.trainer import families, logprobs
 from polyrl.trainer.logprobs import HeadSettings
 from polyrl.trainer.packing import Pack
 from polyrl.weights.manifest import AdapterFacts
@@ -83,13 +83,14 @@ class Policy:
         config = self.model.config.get_text_config()
         self._flash = (
             self.device.type == "cuda"
+            and loaded.rows == "packed"
             and self.dtype in (torch.bfloat16, torch.float16)
             and getattr(config, "attn_logit_softcapping", None) is None
             and packed.find_flash()
         )
         self._long = self._flash and can_attend(self.dtype, loaded.head_dim)
         self.compiled = compile_layers and self._flash  # without flash attention there are too many shapes to compile
-        self._layers: list[Any] = list(self.model.model.layers)
+        self._layers = families.layers_of(self.model)
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
         """transformers passes a mask of four dimensions on unchanged. Our attention never reads this one."""
         if self.compiled:
@@ -165,12 +166,18 @@ class Policy:
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
         """Score the answer tokens of a pack, with gradients if torch has them enabled."""
+        scale = self.loaded.logit_scale
+        if scale != 1.0:
+            temperature = (1.0 if temperature < logprobs.GREEDY else temperature) / scale
         settings = HeadSettings(temperature, self.loaded.logit_softcap, compiled=self.compiled)
 
         def score() -> Scores:
-            head = self.model.get_output_embeddings().weight
-            rows, targets = self._hidden(pack), self._send(pack.targets)
-            return Scores(*logprobs.of_tokens(rows, head, targets, settings, entropy_grad=entropy_grad))
+            head = self.model.get_output_embeddings()
+            rows, targets, weight = self._hidden(pack), self._send(pack.targets), head.weight
+            if getattr(head, "bias", None) is not None:  # as one more column, for hidden states that are 1 there
+                weight = torch.cat([weight, head.bias.unsqueeze(1)], 1)
+                rows = torch.cat([rows, rows.new_ones((rows.shape[0], 1))], 1)
+            return Scores(*logprobs.of_tokens(rows, weight, targets, settings, entropy_grad=entropy_grad))
 
         return self._within(score)
 
@@ -182,9 +189,11 @@ class Policy:
         return work() if self._divided is None else self._divided.within(work)
 
     def _hidden(self, pack: Pack) -> Tensor:
+        if self.loaded.rows != "packed":
+            return self._hidden_beside(pack)
         layout = packed.lay_out(pack.lengths, self.device, flash=self._flash, long=self._long)
         with self._checkpointing():
-            hidden = self.model.model(
+            hidden = self.model.base_model(
                 input_ids=self._send(pack.tokens).unsqueeze(0),
                 position_ids=self._send(pack.positions).unsqueeze(0),
                 attention_mask=self._any_mask,
@@ -192,6 +201,23 @@ class Policy:
                 pack=layout,
             ).last_hidden_state[0]
         return hidden.index_select(0, self._send(pack.predicting))
+
+    def _hidden_beside(self, pack: Pack) -> Tensor:
+        """Do the same with samples side by side, padded, and the model's own attention. Ranks that share a model run
+        it equally often in a pass: once, with all samples."""
+        groups: list[list[int]] = packed.group_alike(pack.lengths)
+        if self._divided is not None:
+            groups = [list(range(len(pack.lengths)))]
+        elif self.loaded.rows == "alone":
+            groups = [[one] for one in range(len(pack.lengths))]
+        layout = packed.lay_out_buckets(pack.lengths, self.device, groups)
+        tokens, found, place = self._send(pack.tokens).index_select(0, layout.there), list[Tensor](), 0
+        with self._checkpointing():
+            for num, longest in layout.sizes:
+                its = tokens[place : place + num * longest].view(num, longest)
+                found.append(self.model.base_model(input_ids=its, use_cache=False)[0].flatten(0, 1))
+                place += num * longest
+        return torch.cat(found).index_select(0, layout.back).index_select(0, self._send(pack.predicting))
 
     @torch.no_grad()
     def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores:
@@ -233,6 +259,8 @@ def is_about_memory(error: RuntimeError) -> bool:
 def load_model(folder: str, dtype: str, device: str) -> Loaded:
     """Load a model directory. Raises UserError, in a line that names the directory."""
     try:
-        return models.load(folder, dtype, device)
+        if families.is_of_engine(folder):
+            return models.load(folder, dtype, device)
+        return families.load(folder, dtype, device)
     except EngineError as error:
         raise UserError(str(error)) from error

@@ -111,9 +111,9 @@ class Optimizer:
         return f"set optimizer.offload=true{smaller}, or train low-rank changes (lora.rank)"
 
     @torch.no_grad()
-    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
+    def update(self, step: int, denominator: float, num_steps: int | None = None, *, lr_factor: float = 1.0) -> Update:
         """Divide, clip, move the weights, and forget the gradients. `num_steps` overrides the length of the run."""
-        lr = lr_at(step, self._config, self._num_steps if num_steps is None else num_steps)
+        lr = lr_factor * lr_at(step, self._config, self._num_steps if num_steps is None else num_steps)
         sums = list(self.gradients().values())
         if not sums:
             return Update(0.0, lr, applied=False)

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from polyrl.trainer import families
 from polyrl.trainer.ranks import RankGroup
 
 Tensor = torch.Tensor
@@ -66,7 +67,7 @@ def shard(model: Any, ranks: RankGroup, dtype: torch.dtype) -> WholeEnds:
     if is_trained and dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     whole = WholeEnds(model)
-    for module in (*model.model.layers, whole):
+    for module in (*families.layers_of(model), whole):
         if is_trained:  # layer by layer: the whole model in float32 would take twice the host memory
             module.float()
         _shard(module, ranks, precision)

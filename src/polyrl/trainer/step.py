@@ -20,6 +20,7 @@ Left out: which groups there are (filters run earlier), rewards and advantages (
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from polyrl.trainer.meeting import Meeting, StepCounts
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
 from polyrl.trainer.objectives import aggregation, corrections, kl
 from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
+from polyrl.trainer.objectives.sample_size import SampleSize
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, RankWork, make_parts, num_rows, plan_passes
 from polyrl.trainer.ranks import ALONE, Peers
@@ -172,6 +174,7 @@ class StepAccumulator:
         metrics |= self._counts()
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
+        metrics["actor/effective_sample_size"] = sum(self._sample_shares) / len(self._sample_shares)
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
         metrics["sample/left_out"] = float(len(left_out))
         metrics |= self._of_critic
@@ -199,6 +202,9 @@ class StepAccumulator:
         self._held: list[list[Ready]] = []
         self._num_open_tokens = self._num_open_samples = 0
         self._tally = Tally(self._policy.device)
+        self._sample_size = SampleSize(self._policy.device)
+        self._sample_shares: list[float] = []
+        """The effective share of the samples of each update."""
         self._of_critic: dict[str, float] = {}
         self._critic_norms: list[float] = []
         self._has_moved = False
@@ -262,7 +268,9 @@ class StepAccumulator:
                 self._meeting.gradients(self._optimizer)
             if self._critic is not None:
                 self._update_critic(self._critic, step)
-            update = self._optimizer.update(step, denominator if denominator else 1.0, self._num_steps)
+            update = self._optimizer.update(
+                step, denominator if denominator else 1.0, self._num_steps, lr_factor=self._lr_factor()
+            )
         self._num_open_tokens = self._num_open_samples = 0
         self._has_moved = self._has_moved or update.applied
         if denominator and not update.applied:
@@ -270,6 +278,13 @@ class StepAccumulator:
         if denominator:
             self._tally.close(denominator)
         return update
+
+    def _lr_factor(self) -> float:
+        """Note the effective share of the update's samples. Return what it makes of the learning rate."""
+        share = self._sample_size.share(self._everyone)
+        self._sample_shares.append(share)
+        self._sample_size = SampleSize(self._policy.device)
+        return math.sqrt(share) if self._config.scale_lr_by_sample_size else 1.0
 
     def _update_critic(self, critic: Critic, step: int) -> None:
         if self._meeting is not None:
@@ -308,6 +323,8 @@ class StepAccumulator:
         if not part.is_spare and not config.has_several_updates:
             whose, numbers = [one.sample for one in ready], [one.number for one in ready]
             self._guard.look(self._ours(batch), batch.behaviour_logprobs, whose, numbers)
+        if not part.is_spare:
+            self._sample_size.add(self._ours(batch), batch)
         losses = self._policy_losses(batch, tally)
         lengths = self._send(np.array([one.num_episode_tokens for one in ready], np.int64))
         weights = aggregation.token_weights(batch.sample, lengths, config)

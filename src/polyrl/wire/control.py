@@ -211,6 +211,8 @@ class EnvironmentStatus(Struct, frozen=True, kw_only=True):
     turn_p99_s: float | None
     turn_limit_s: float
     """A turn is given up after that. Tasks with slower turns have longer, and so has a new host."""
+    episode_limit_s: float
+    """An episode whose turns took that long together gets no further one. Tasks with slower episodes have longer."""
 
 
 class RewardWorkerStatus(Struct, frozen=True, kw_only=True):

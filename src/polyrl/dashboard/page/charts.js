@@ -22,7 +22,7 @@ export function lineChart(element, xLabel, x, lines, { height = 200, legend = tr
       { label: xLabel, value: (_, value) => number(value, 5) },
       ...lines.map((line, place) => ({
         label: line.label, stroke: COLOURS[place % COLOURS.length], width: 1.5, spanGaps: true,
-        points: { show: x.length < 40, size: 4 }, value: (_, value) => number(value, 4),
+        points: { show: line.values.filter((one) => one !== null).length < 40, size: 4 }, value: (_, value) => number(value, 4),
       })),
     ],
   }, [x, ...lines.map((line) => line.values)], element);

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
-import { h } from "./dom.js";
+import { h, plain, shown as shownText } from "./dom.js";
 
 const FIRST = ["reward/mean", "validation/reward/mean", "token/response_length/mean", "time/step_total", "actor/entropy", "actor/grad_norm", "actor/mismatch_kl", "perf/throughput_all_gpus", "fleet/workers", "cost/usd_total"];
 const KEY = "polyrl-metrics", MOST = 64; // as many as the server gives at once
@@ -29,7 +29,7 @@ export function open(place, state) {
         chosen = event.target.checked ? [...chosen, one.name] : chosen.filter((name) => name !== one.name);
         localStorage.setItem(KEY, JSON.stringify(chosen));
         draw();
-      } }), " ", one.name)));
+      } }), " ", shownText(one.name))));
   }
 
   async function draw() {
@@ -45,7 +45,7 @@ export function open(place, state) {
       charts.replaceChildren();
       for (const name of wanted) {
         const about = names.find((one) => one.name === name), body = h("div");
-        charts.append(h("section", { class: "chart", "aria-label": name }, h("h3", {}, name, about.unit ? ` (${about.unit})` : ""), h("p", { class: "quiet" }, about.meaning), body));
+        charts.append(h("section", { class: "chart", "aria-label": plain(name) }, h("h2", {}, shownText(name), about.unit ? ` (${about.unit})` : ""), h("p", { class: "quiet" }, about.meaning), body));
         const { x, lines } = merged(told.map((one, at) => ({ label: shown.length > 1 ? state.runs[shown[at]].name : "value", x: one.x, values: one.columns[name] })));
         drawn.push(lineChart(body, axis.value, x, lines));
       }

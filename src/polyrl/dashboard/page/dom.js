@@ -29,6 +29,9 @@ export function shown(text) {
   return nodes;
 }
 
+/** Return a text for places that take no nodes: titles, options, accessible names. */
+export const plain = (text) => text.replace(new RegExp(UNSEEN.source, "gu"), (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
@@ -50,10 +53,10 @@ export const dollars = (value) =>
 /** A table: titles, where a title that ends with # is a column of numbers, and rows of cells. */
 export function table(caption, titles, rows) {
   const isNumber = titles.map((title) => title.endsWith("#"));
-  return h("div", { class: "scroll" }, h("table", {},
+  return h("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, h("table", {},
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, titles.map((title, place) =>
-      h("th", { scope: "col", class: isNumber[place] ? "num" : "" }, title.replace(/#$/, ""))))),
+      title ? h("th", { scope: "col", class: isNumber[place] ? "num" : "" }, title.replace(/#$/, "")) : h("td")))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) =>
       h("td", { class: isNumber[place] ? "num" : "" }, cell instanceof Node ? cell : shown(String(cell)))))))));
 }

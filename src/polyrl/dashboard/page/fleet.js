@@ -1,60 +1,85 @@
 // Workers, hosts and reward workers: what they are at, how fast, what they cost; and asking one to leave.
 
-import { drain } from "./api.js";
-import { dollars, h, number, seconds, table } from "./dom.js";
+import { drain, get } from "./api.js";
+import { dollars, h, number, plain, seconds, shown, table } from "./dom.js";
 
-export function open(place) {
+const ROWS = 100;
+
+export function open(place, state) {
   const workers = h("section", { "aria-label": "Workers" }), hosts = h("section", { "aria-label": "Hosts" }), note = h("p", { role: "status" });
+  const filter = h("input", { type: "search", placeholder: "name, state or engine", "aria-label": "Workers that contain" }), pages = h("span", { class: "inline" });
   const token = h("input", { type: "password", autocomplete: "off", "aria-label": "Admin token" });
-  const dialog = h("dialog");
-  place.append(note, workers, hosts, dialog);
-  let busy = false;
+  const dialog = h("dialog", { "aria-label": "Drain" });
+  place.append(h("div", { class: "filters" }, h("label", {}, "workers", filter), pages), note, workers, hosts, dialog);
+  let busy = false, first = 0, asked = 0, isOpen = true, drawnAt = null;
   dialog.addEventListener("close", () => { token.value = ""; busy = false; }); // however it was closed, the token is not kept
+  filter.addEventListener("input", () => { first = 0; load(); });
 
   function ask(kind, name) {
     const close = () => dialog.close();
     const act = async () => {
       try {
         await drain(kind, name, token.value.trim());
-        note.textContent = `${name} was asked to hand everything over and leave.`;
+        note.textContent = `${plain(name)} was asked to hand everything over and leave.`;
       } catch (error) {
-        note.textContent = `${name}: ${error.message}; draining needs the text of RUN/admin.token`;
+        note.textContent = `${plain(name)}: ${error.message}; draining needs the text of RUN/admin.token`;
       }
       close();
     };
     busy = true;
-    dialog.replaceChildren(h("h2", {}, `Drain ${name}?`), h("p", {}, "It hands over what it writes and leaves. Nothing is lost. This needs the admin token (RUN/admin.token), which this page does not keep."),
+    dialog.replaceChildren(h("h2", {}, "Drain ", shown(name), "?"), h("p", {}, "It hands over what it writes and leaves. Nothing is lost. This needs the admin token (RUN/admin.token), which this page does not keep."),
       h("p", {}, token), h("p", {}, h("button", { type: "button", onclick: act }, "Drain"), " ", h("button", { type: "button", onclick: close }, "Leave it")));
     dialog.showModal();
   }
 
-  const leave = (kind, name) => h("button", { type: "button", "aria-label": `Drain ${name}`, onclick: () => ask(kind, name) }, "drain");
+  const leave = (kind, name) => h("button", { type: "button", "aria-label": `Drain ${plain(name)}`, onclick: () => ask(kind, name) }, "drain");
 
-  return {
-    update(state) {
-      const at = place.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-      draw(state);
-      if (at && !busy) place.querySelector(`button[aria-label="${CSS.escape(at)}"]`)?.focus(); // the tables are new, the place is not
-    },
-  };
+  async function load() {
+    const ticket = asked += 1;
+    let told;
+    try {
+      told = await get("fleet", { run: state.run, text: filter.value, first, most: ROWS });
+    } catch (error) {
+      note.textContent = error.message;
+      return;
+    }
+    if (ticket !== asked || !isOpen || busy) return;
+    const at = place.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+    draw(told);
+    if (at) place.querySelector(`button[aria-label="${CSS.escape(at)}"]`)?.focus(); // the tables are new, the place is not
+  }
 
-  function draw({ now }) {
-    if (busy) return;
-    const status = now.status;
-    if (!status) { workers.replaceChildren(h("p", { class: "quiet" }, now.kind === "live" ? "Asking the manager …" : "This run has no manager any more: the timeline and the ledger have its fleet.")); return; }
-    const rows = [...status.workers].sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
-    workers.replaceChildren(table(`${rows.length} workers`, ["worker", "state", "engine", "version#", "running#", "tokens/s#", "KV used#", "$/h#", "$#", "heard#", ""], rows.slice(0, 1000).map((one) => [
-      one.name + (one.spot ? " (spot)" : ""), state(one), one.engine, one.version, `${one.running} of ${one.slots}`, number(one.tokens_per_s), `${Math.round(100 * one.kv_used)}%`,
+  function draw(told) {
+    const button = (text, to) => h("button", { type: "button", "aria-label": text, onclick: () => { first = to; load(); } }, text);
+    pages.replaceChildren(...(told.num > ROWS ? [h("span", { class: "quiet" }, `${number(first + 1)} to ${number(first + told.workers.length)} of ${number(told.num)}`)] : []),
+      ...(first > 0 ? [button("workers before", Math.max(0, first - ROWS))] : []), ...(first + ROWS < told.num ? [button("workers after", first + ROWS)] : []));
+    const caption = told.num === told.num_all ? `${number(told.num)} workers` : `${number(told.num)} of ${number(told.num_all)} workers`;
+    if (!told.is_there) { workers.replaceChildren(h("p", { class: "quiet" }, state.now?.kind === "live" ? "Asking the manager …" : "This run has no manager any more; its journal tells of these workers."), ...(told.num_all ? [had(caption, told.workers)] : [])); hosts.replaceChildren(); return; }
+    workers.replaceChildren(table(caption, ["worker", "state", "engine", "version#", "running#", "tokens/s#", "KV used#", "$/h#", "$#", "heard#", ""], told.workers.map((one) => [
+      one.name + (one.spot ? " (spot)" : ""), doing(one), one.engine, one.version, `${one.running} of ${one.slots}`, number(one.tokens_per_s), `${Math.round(100 * one.kv_used)}%`,
       one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), leave("worker", one.name),
     ])));
-    hosts.replaceChildren(status.hosts.length ? table(`${status.hosts.length} hosts`, ["host", "state", "environment", "playing#", "$/h#", "$#", "heard#", ""], status.hosts.map((one) => [
+    hosts.replaceChildren(...(told.hosts.length ? [table(`${told.hosts.length} hosts`, ["host", "state", "environment", "playing#", "$/h#", "$#", "heard#", ""], told.hosts.map((one) => [
       one.name, one.draining ? "draining" : one.connected ? "connected" : "away", one.environment, `${one.playing} of ${one.slots}`, one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), leave("host", one.name),
-    ])) : "");
-    if (status.reward_workers.length) hosts.append(table(`${status.reward_workers.length} reward workers`, ["reward worker", "state", "busy#", "scored#", "failed#", "heard#", ""], status.reward_workers.map((one) => [
+    ]))] : []));
+    if (told.reward_workers.length) hosts.append(table(`${told.reward_workers.length} reward workers`, ["reward worker", "state", "busy#", "scored#", "failed#", "heard#", ""], told.reward_workers.map((one) => [
       one.name, one.connected ? one.state : `${one.state}, away`, `${one.running} of ${one.places}`, number(one.scored), number(one.failed), seconds(one.last_heard_s), leave("reward-worker", one.name),
     ])));
-    if (status.turned_away.length) hosts.append(table("Turned away", ["worker", "why", "ago#"], status.turned_away.map((one) => [one.name, one.why, seconds(one.ago_s)])));
+    if (told.turned_away.length) hosts.append(table("Turned away", ["worker", "why", "ago#"], told.turned_away.map((one) => [one.name, one.why, seconds(one.ago_s)])));
   }
+
+  return {
+    close: () => { isOpen = false; },
+    update({ now }) {
+      const at = now.status ? now.status.now_s : now.read;
+      if (at !== drawnAt && !busy) { drawnAt = at; load(); }
+    },
+    key(key) { if (key === "/") { filter.focus(); return true; } return false; },
+  };
 }
 
-const state = (one) => [one.connected ? one.state : `${one.state}, away`, one.pulling >= 0 ? `pulls ${one.pulling} from ${one.source || "the trainer"}` : "", one.duty === "generating" ? "" : one.duty].filter(Boolean).join("; ");
+const had = (caption, rows) => table(caption, ["worker", "state", "joined#", "lost#", "time#", "$/h#", "$#", "why it went"], rows.map((one) => [
+  one.name + (one.spot ? " (spot)" : ""), one.state, one.joined, one.lost, seconds(one.seconds), one.price_usd_per_hour.toFixed(2), dollars(one.usd), one.why,
+]));
+
+const doing = (one) => [one.connected ? one.state : `${one.state}, away`, one.pulling >= 0 ? `pulls ${one.pulling} from ${one.source || "the trainer"}` : "", one.duty === "generating" ? "" : one.duty].filter(Boolean).join("; ");

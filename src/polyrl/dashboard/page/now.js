@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
-import { dollars, h, number, seconds, shown, table } from "./dom.js";
+import { dollars, h, number, plain, seconds, shown, table } from "./dom.js";
 
 export function open(place, state) {
   const cards = h("div", { class: "cards" });
@@ -38,7 +38,7 @@ export function open(place, state) {
         card("reward", number(now.headlines.reward), "mean of the last step"),
         card("seconds a step", number(now.headlines.time), `${number(now.headlines["tok/s"])} tokens/s trained`),
         card("answer length", number(now.headlines.len), `longest ${number(now.headlines.longest)}`),
-        card("workers", status ? String(status.workers.length) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
+        card("workers", status ? number(status.num_workers) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
         card("spent", dollars(now.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
       );
       const raised = JSON.stringify(now.alarms);
@@ -87,5 +87,5 @@ function round(one, deferred) {
     h("p", { class: "quiet" }, `samples: ${one.samples_waiting} waiting, ${one.samples_running} running, ${one.samples_generated} generated`,
       deferred ? `; ${number(deferred)} prompts are deferred to a long round` : "",
       one.episodes_playing || one.episodes_unhosted ? `; episodes: ${one.episodes_playing} with their environment, ${one.episodes_unhosted} without a host` : "",
-      one.longest_on ? `; the longest has ${number(one.longest_tokens)} tokens, on ${one.longest_on}` : ""));
+      one.longest_on ? `; the longest has ${number(one.longest_tokens)} tokens, on ${plain(one.longest_on)}` : ""));
 }

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { diff } from "./diff.js";
-import { h, number, shown } from "./dom.js";
+import { h, number, plain, shown } from "./dom.js";
 
 const PAGE = 200;
 const ORDERS = { group: "by group", best: "highest reward", worst: "lowest reward", longest: "longest", shortest: "shortest" };
@@ -24,7 +24,7 @@ export function open(place, state) {
   const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
   const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later);
   const summary = h("p", { class: "quiet", role: "status" }, "Reading the answers …");
-  const list = h("div", { class: "list", role: "listbox", "aria-label": "Answers" });
+  const list = h("div", { class: "list", role: "group", "aria-label": "Answers" });
   const detail = h("div", { class: "detail" });
   place.append(filters, summary, h("div", { class: "reader" }, list, detail));
   filters.addEventListener("submit", (event) => event.preventDefault());
@@ -83,14 +83,14 @@ export function open(place, state) {
     list.replaceChildren(...nodes);
   }
 
-  const rowButton = (row) => h("button", { class: "row", type: "button", role: "option", "aria-selected": String(row.name === chosen), "data-name": row.name, onclick: () => choose(row) },
+  const rowButton = (row) => h("button", { class: "row", type: "button", "aria-current": String(row.name === chosen), "data-name": row.name, onclick: () => choose(row) },
     h("span", { class: "head" }, h("b", { class: paid(row.reward) }, row.reward === null ? "not scored" : number(row.reward)),
       h("span", { class: "quiet" }, `${number(row.tokens)} tok · ${row.finish}${row.state === "trained" ? "" : ` · ${row.state}`}`)),
     h("span", { class: "snip" }, shown(row.answer_begin.replaceAll("\n", "⏎").slice(0, 140))));
 
   async function choose(row) {
     chosen = row.name;
-    for (const button of list.querySelectorAll("button.row[data-name]")) button.setAttribute("aria-selected", String(button.dataset.name === chosen));
+    for (const button of list.querySelectorAll("button.row[data-name]")) button.setAttribute("aria-current", String(button.dataset.name === chosen));
     history.replaceState(null, "", `#/rollouts?step=${row.step}&sample=${row.name}`);
     let sample;
     try {
@@ -194,16 +194,17 @@ function rowOf(row) {
 }
 
 function drawSpan(span, sample, colouring, numSpans) {
+  const rest = span.left_out ? h("div", { class: "quiet" }, `… ${number(span.left_out)} tokens are left out here: polyrl samples prints them …`) : null;
   const who = span.drawn ? "the policy" : numSpans > 2 ? "given: prompt, tool or environment" : "prompt";
-  if (!span.drawn || colouring === "none" || !span.logprobs.length) return h("div", { class: `span ${span.drawn ? "drawn" : "given"}`, "data-who": who }, shown(span.pieces.join("")));
+  if (!span.drawn || colouring === "none" || !span.logprobs.length) return h("div", { class: `span ${span.drawn ? "drawn" : "given"}`, "data-who": who }, shown(span.pieces.join("")), rest);
   const groups = writerGroups(sample, colouring);
   const tokens = span.pieces.map((piece, place) => {
     const logprob = span.logprobs[place], writer = sample.writers[span.writers[place]];
-    const title = `${logprob === undefined || logprob === null ? "" : `log-probability ${logprob.toFixed(3)}, probability ${(100 * Math.exp(logprob)).toFixed(1)}%`}${writer ? `; version ${writer.version}, ${writer.worker || writer.engine}` : ""}`;
+    const title = `${logprob === undefined || logprob === null ? "" : `log-probability ${logprob.toFixed(3)}, probability ${(100 * Math.exp(logprob)).toFixed(1)}%`}${writer ? `; version ${writer.version}, ${plain(writer.worker || writer.engine)}` : ""}`;
     const kind = colouring === "logprob" ? heat(logprob) : writer ? `k${groups.indexOf(groupOf(writer, colouring)) % 8}` : "";
     return h("span", { class: kind, title }, shown(piece));
   });
-  return h("div", { class: "span drawn", "data-who": who }, tokens);
+  return h("div", { class: "span drawn", "data-who": who }, tokens, rest);
 }
 
 const heat = (logprob) => (logprob === undefined || logprob > -0.5 ? "" : `l${Math.min(5, 1 + Math.floor(-logprob / 1.5))}`);
@@ -219,6 +220,6 @@ function select(options, label) {
 function fill(field, values, all) {
   const before = field.value, wanted = ["", ...(before && !values.includes(before) ? [before] : []), ...values];
   if (field.options.length === wanted.length && wanted.every((value, at) => field.options[at].value === value)) return;
-  field.replaceChildren(...wanted.map((value) => h("option", { value }, value || all)));
+  field.replaceChildren(...wanted.map((value) => h("option", { value }, value ? plain(value).slice(0, 80) : all)));
   field.value = before;
 }

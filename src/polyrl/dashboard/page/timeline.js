@@ -1,7 +1,7 @@
 // Who did what when: every worker, host and the trainer, from hours down to one sample.
 
 import { get } from "./api.js";
-import { h, seconds, shown } from "./dom.js";
+import { h, plain, seconds, shown } from "./dom.js";
 
 const ROW = 22, TOP = 24, ROWS = 60;
 const LOOKS = {
@@ -15,14 +15,16 @@ export function open(place, state) {
   const names = h("div", { class: "names", "aria-hidden": "true" });
   const canvas = h("canvas", { role: "img", tabindex: "0", "aria-label": "Timeline of the fleet" });
   const status = h("p", { class: "quiet", role: "status" });
-  const story = h("div");
+  const story = h("div", { class: "beside", role: "region", "aria-label": "Story of a sample", tabindex: "0" });
+  const sample = h("input", { type: "search", placeholder: "GROUP/INDEX", "aria-label": "Tell the story of sample", size: "12" });
+  sample.addEventListener("change", () => sample.value && tell(sample.value.trim()));
   const button = (text, act) => h("button", { type: "button", onclick: act }, text);
   const pages = h("span");
   place.append(
     h("div", { class: "filters" }, button("whole run", () => { view = [0, 0]; load(); }), button("zoom in (+)", () => zoom(0.5)), button("zoom out (−)", () => zoom(2)),
-      button("‹ earlier", () => pan(-0.5)), button("later ›", () => pan(0.5)), pages),
+      button("‹ earlier", () => pan(-0.5)), button("later ›", () => pan(0.5)), pages, h("label", {}, "story of sample", sample)),
     h("div", { class: "legend" }, Object.values(LOOKS).map(([colour, words]) => legend(colour, words)), legend("#e0218a", "✕ gone without handing over"), legend("#5b6570", "| left")),
-    h("div", { class: "timeline" }, names, canvas), status, story);
+    h("div", { class: "told" }, h("div", {}, h("div", { class: "timeline" }, names, canvas), status), story));
   let view = [0, 0], told = null, first = 0, timer = null, drag = null, read = 1;
 
   async function load() {
@@ -72,7 +74,7 @@ export function open(place, state) {
         pen.fillText(how === "lost" ? "✕" : "|", x(at) - 5, y + 16);
       }
     });
-    names.replaceChildren(...told.rows.map((row) => h("div", { title: `${row.name} (${row.kind})` }, shown(row.kind === "local" ? `${row.name}, engine` : row.name))));
+    names.replaceChildren(...told.rows.map((row) => h("div", { title: `${plain(row.name)} (${row.kind})` }, shown(row.kind === "local" ? `${row.name}, engine` : row.name))));
     const gone = told.rows.reduce((sum, row) => sum + row.ends.filter((end) => end[1] === "lost").length, 0);
     const text = `${seconds(told.from_s)} to ${seconds(told.to_s)} of ${seconds(told.run_s)}; rows ${first + 1} to ${first + told.rows.length} of ${told.num_rows}; ${gone} lost in view. Drag to zoom, double-click for the whole run, click on a sample when you are near enough.`;
     status.textContent = text;
@@ -102,12 +104,17 @@ export function open(place, state) {
     const { s, row } = at(event), found = told.rows[row];
     if (!found) return;
     const end = found.ends.find(([when]) => Math.abs(when - s) < (told.to_s - told.from_s) / 80);
-    if (end) { story.replaceChildren(h("p", {}, `${found.name} was ${end[1]} at ${seconds(end[0])}: `, shown(end[2] || "no reason is known"))); return; }
+    if (end) { story.replaceChildren(h("p", {}, `${plain(found.name)} was ${end[1]} at ${seconds(end[0])}: `, shown(end[2] || "no reason is known"))); return; }
     const lease = found.leases.filter(([start, until]) => start <= s && (until ?? told.to_s) >= s).sort((a, b) => (b[1] ?? 1e18) - (a[1] ?? 1e18))[0];
     if (!lease) { story.replaceChildren(h("p", { class: "quiet" }, found.leases.length ? "No sample runs there at that moment." : "Too many samples to be told apart: zoom in.")); return; }
+    tell(lease[2]);
+  }
+
+  async function tell(sample) {
     story.replaceChildren(h("p", { class: "quiet" }, "Reading the journal …"));
-    const lines = await get("story", { run: state.run, sample: lease[2] }).catch((error) => [error.message]);
-    story.replaceChildren(h("h2", {}, `Sample ${lease[2]}`), h("pre", { class: "story" }, shown(lines.join("\n"))));
+    const lines = await get("story", { run: state.run, sample }).catch((error) => [error.message]);
+    story.replaceChildren(h("h2", {}, `Sample ${sample}`), h("pre", { class: "story" }, shown(lines.join("\n"))));
+    draw(); // the picture has become narrower
   }
 
   canvas.addEventListener("pointerdown", (event) => {

@@ -11,6 +11,7 @@ Rules kept here:
 - The time that rounds took beyond what decoding would have taken for the same tokens is *lost*. Later gains pay it
   back, down to zero. Past ALLOWED of all time, none begins and none goes on. So the engine is never slower by more
   than that, and by one round, than without drafts.
+- Drafts that are only compared cost time too: no more than WATCHED of all time goes into them.
 - Decoding is measured again after REFRESH rounds' bursts, since contexts grow.
 
 Pure: times are passed in. Left out: the drafts themselves (drafting.py).
@@ -26,6 +27,8 @@ MAX_SAMPLES = 32
 """With more, decoding is left as it is."""
 ALLOWED = 0.01
 """The share of all time that may be lost."""
+WATCHED = 0.005
+"""The share of all time that may go into drafts that are only compared with what was decoded."""
 REFRESH = 32
 _MARGIN = 1.05
 """The expected gain with which rounds begin."""
@@ -52,6 +55,7 @@ class Gate:
         self.max_draft = max_draft
         self.lost_s = 0.0
         self.elapsed_s = 0.0
+        self.watched_s = 0.0
         self._always = always
         self._decoding_s: dict[int, float] = {}
         """By number of samples, the time of a step."""
@@ -107,10 +111,23 @@ class Gate:
         if decoding_s is not None:
             self.lost_s = max(0.0, self.lost_s + seconds - decoding_s * num_tokens / num_samples)
 
-    def wasted(self, seconds: float) -> None:
-        """Time went into drafts beside decoding."""
+    def prepared(self, seconds: float) -> None:
+        """Time went into the texts that the next rounds copy from."""
         self.elapsed_s += seconds
         self.lost_s += seconds
+
+    def watched(self, seconds: float) -> None:
+        """Time went into drafts that are only compared with what is decoded."""
+        self.elapsed_s += seconds
+        self.watched_s += seconds
+
+    def state(self) -> dict[str, float]:
+        """What decisions rest on, rounded, for checks."""
+        told = {"elapsed_s": self.elapsed_s, "lost_s": self.lost_s, "watched_s": self.watched_s}
+        told |= {"accepted": self._accepted, "seen": self._num_seen}
+        told |= {f"step_{num}_s": took for num, took in self._decoding_s.items()}
+        told |= {f"round_{num}x{rows}_s": took for (num, rows), took in self._round_s.items()}
+        return {name: round(one, 6) for name, one in told.items()}
 
     # Decisions
 
@@ -129,6 +146,10 @@ class Gate:
             return False
         self._num_bursts += 1
         return True
+
+    def may_watch(self) -> bool:
+        """Whether drafts may be compared with what the next burst decodes."""
+        return self.watched_s <= WATCHED * self.elapsed_s
 
     def should_go_on(self, num_samples: int) -> bool:
         """Whether another round should follow the last."""

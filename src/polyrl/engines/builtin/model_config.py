@@ -71,23 +71,25 @@ _ROPE_ALIASES = ("type", "partial_rotary_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def load_config(folder: str) -> Any:
-    _check_config(folder, read_object(folder, "config.json"))
+def load_config(folder: str, *, any_family: bool = False) -> Any:
+    """`any_family`: for a trainer, which runs more than the engine does. Raises EngineError."""
+    _check_config(folder, read_object(folder, "config.json"), any_family=any_family)
     _check_generation_config(folder)
     with quiet():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers has no type of its own for what it cannot load
             raise EngineError(f"{folder}: its config.json cannot be used: {one_line(error)}") from error
-    _check_attention(folder, config)
+    if not any_family:
+        _check_attention(folder, config)
     return config
 
 
-def _check_config(folder: str, config: dict[str, Any]) -> None:
+def _check_config(folder: str, config: dict[str, Any], *, any_family: bool) -> None:
     """Say in our own words what is wrong, where it can be seen before transformers looks."""
     names = config.get("architectures")
     name: Any = names[0] if isinstance(names, list) and names else "a model without a named architecture"
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or (name not in ARCHITECTURES and not any_family):
         known = ", ".join(sorted(one.removesuffix("ForCausalLM") for one in ARCHITECTURES))
         raise EngineError(f"{folder}: {name} is not supported; supported are {known}")
     if config.get("quantization_config") is not None:
@@ -131,7 +133,7 @@ def rope_kinds(config: Any) -> set[str]:
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Return the RoPE parameters; some families have one set for each type of layer."""
-    rope: dict[str, Any] = config.rope_parameters or {}
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [one for one in (rope, *rope.values()) if isinstance(one, dict)]
 
 

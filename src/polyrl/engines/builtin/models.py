@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from polyrl.engines.builtin import attention
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.builtin.model_config import (
+    ARCHITECTURES,
     FIXED_ROTATIONS,
     files_of_weights,
     load_config,
@@ -48,6 +49,10 @@ class Loaded(NamedTuple):
     end_ids: frozenset[int]
     logit_softcap: float | None
     has_experts: bool
+    rows: str = "packed"
+    """How a trainer runs samples (trainer/families.py)."""
+    logit_scale: float = 1.0
+    """What the model multiplies its logits by."""
 
     def token_bytes(self, number_bytes: int) -> int:
         """Return the bytes of a token's keys and values, in all layers."""
@@ -64,9 +69,14 @@ class Loaded(NamedTuple):
 
 def load(folder: str, dtype: str, device: str) -> Loaded:
     """`device` may be `auto`: a GPU where there is one. Raises EngineError, in a line that names the directory."""
+    attention.register()
+    return describe(load_weights(folder, load_config(folder), dtype, device, attention.NAME), folder)
+
+
+def load_weights(folder: str, config: Any, dtype: str, device: str, attends: str | None = None) -> Any:
+    """Return the model. `attends`: an attention that is registered, or the model's own. Raises EngineError."""
     device = choose_device(device)
     _check_device(device)
-    config = load_config(folder)
     _check_types(folder)
     attention.register()
     with quiet():
@@ -78,7 +88,7 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 dtype=DTYPES[dtype],
-                attn_implementation=attention.NAME,
+                attn_implementation=attends,
                 output_loading_info=True,
             )
         except Exception as error:  # transformers has no type of its own for what it cannot load
@@ -86,15 +96,14 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
     model, report = loaded
     _check_tensors(folder, report)
     try:
-        model = model.to(device)
+        return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"device {device} cannot be used: {one_line(error)}") from error
-    return describe(model.eval(), folder)
 
 
 def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
     """Whether these tensors are those of config.json, by name and shape; no weight is read. Raises EngineError."""
-    config = load_config(folder)
+    config = load_config(folder, any_family=True)
     if config.architectures[0] in _RENAMED:
         return
     with quiet(), torch.device("meta"):
@@ -102,6 +111,9 @@ def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
             model: Any = AutoModelForCausalLM.from_config(config)
         except Exception as error:  # as in `load`
             raise EngineError(f"{folder}: its config.json cannot be used: {one_line(error)}") from error
+    if config.architectures[0] not in ARCHITECTURES:
+        return  # what its tensors are called in files, transformers knows when it loads them
+    load_config(folder)
     wanted = {name: tuple(one.shape) for name, one in model.state_dict().items()}
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
     report = {

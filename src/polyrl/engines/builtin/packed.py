@@ -62,12 +62,18 @@ def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool, long: 
         are_long = min(lengths) >= LONG_TOKENS and long
         on_host = torch.from_numpy(borders.astype(np.int64)) if are_long else None
         return Borders(torch.from_numpy(borders).to(device, non_blocking=True), max(lengths), on_host)
+    return lay_out_buckets(lengths, device, group_alike(lengths))
+
+
+def lay_out_buckets(lengths: Sequence[int], device: torch.device, groups: Sequence[Sequence[int]]) -> Buckets:
+    """`groups` are the numbers of the samples in each bucket."""
+    ends = np.cumsum(np.asarray(lengths, np.int64))
     sizes: list[Bucket] = []
     there: list[np.ndarray[Any, np.dtype[np.int64]]] = []
     back = np.empty(int(ends[-1]), np.int64)
     place = 0
-    for members in _group(lengths):
-        longest = lengths[members[-1]]
+    for members in groups:
+        longest = max(lengths[one] for one in members)
         sizes.append(Bucket(len(members), longest))
         for member in members:
             num, first = lengths[member], int(ends[member]) - lengths[member]
@@ -79,7 +85,7 @@ def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool, long: 
     return Buckets(tuple(sizes), torch.from_numpy(np.concatenate(there)).to(device), torch.from_numpy(back).to(device))
 
 
-def _group(lengths: Sequence[int]) -> list[list[int]]:
+def group_alike(lengths: Sequence[int]) -> list[list[int]]:
     """Numbers of samples, shortest first, cut where lengths have grown too much."""
     groups: list[list[int]] = []
     for member in sorted(range(len(lengths)), key=lambda one: lengths[one]):

@@ -75,6 +75,10 @@ class Speculation:
             return None
         return Speculation(config.draft_tokens, always=config.speculation == "always")
 
+    def gate_state(self) -> dict[str, float]:
+        """What the gate decides by, for checks."""
+        return self._gate.state()
+
     # Between steps
 
     def ended(self, member: Any) -> None:
@@ -89,15 +93,19 @@ class Speculation:
         self._watched = []
         if len(chunks) > MAX_SAMPLES:
             return False
+        begins = self._gate.should_begin(len(chunks))
+        if not begins and not self._gate.may_watch():
+            return False
         began = self._clock()
         members: list[Any] = [chunk.member for chunk in chunks]
         self._drafts.follow((one.lease, one.data.job.prompt, one.tokens) for one in members)
-        begins = self._gate.should_begin(len(chunks))
-        if not begins:
-            most = self._gate.max_draft
-            self._watched = [(one.lease, self._drafts.draft(one.lease, most)) for one in members[:_NUM_WATCHED]]
-        self._gate.wasted(self._clock() - began)
-        return begins
+        if begins:
+            self._gate.prepared(self._clock() - began)
+            return True
+        most = self._gate.max_draft
+        self._watched = [(one.lease, self._drafts.draft(one.lease, most)) for one in members[:_NUM_WATCHED]]
+        self._gate.watched(self._clock() - began)
+        return False
 
     def timed(self, chunks: Sequence[Chunk], run_burst: Callable[..., list[Drawn]]) -> Callable[..., list[Drawn]]:
         """Time a burst without drafts, on the thread that runs it."""

@@ -79,7 +79,9 @@ def command(layout: MachineLayout, pipes: Pipes, settings: dict[str, Any]) -> li
     """Return the command line that starts a zygote."""
     uid = "0" if layout.is_root else str(_PROGRAM_ID)
     words = [layout.bwrap, *(f"--unshare-{one}" for one in _NAMESPACES), "--unshare-cgroup-try"]
-    words += ["--uid", uid, "--gid", uid, "--hostname", "sandbox", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
+    words += ["--uid", uid, "--gid", uid, "--hostname", "sandbox", "--clearenv"]
+    # Symbols that are looked up at the start need not be looked up, and their tables copied, by every program.
+    words += ["--setenv", "PYTHONHASHSEED", "0", "--setenv", "LD_BIND_NOW", "1"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for one in ("SYS_ADMIN", *(("SETUID", "SETGID", "KILL") if layout.is_root else ())):
         words += ["--cap-add", f"CAP_{one}"]

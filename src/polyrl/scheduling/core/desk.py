@@ -22,14 +22,14 @@ from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Playtime, Round
 from polyrl.scheduling.rules import seeding, tail_batching
 from polyrl.scheduling.rules.lengths import LengthModel
 from polyrl.scheduling.rules.parallelism import ParallelismState
+from polyrl.scheduling.rules.play_limits import PlayTimes
 from polyrl.scheduling.rules.reward_budgets import RewardBudgets
 from polyrl.scheduling.rules.routing import Router
 from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
-from polyrl.scheduling.rules.turn_limits import TurnTimes
 
-RULES = 5
+RULES = 6
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -47,6 +47,7 @@ RULES = 5
          `episode_timeout_s` counts the environment's turns alone (episodes.py)
     5    replicas train at different times: one that has nothing to train generates again while others train, or
          while others generate and it would make their samples faster (devices.py)
+    6    limits of episodes are learned too (turns.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
@@ -103,8 +104,10 @@ class State(Struct):
     reward_workers: RewardWorkersState = field(default_factory=RewardWorkersState)
     playtimes: dict[SampleId, Playtime] = {}
     """Of episodes that were begun and have not ended."""
-    turns: dict[int, TurnTimes] = {}
+    turns: dict[int, PlayTimes] = {}
     """By domain, how long its environment's turns take."""
+    plays: dict[int, PlayTimes] = {}
+    """By domain, how long all turns of an episode take together."""
     durations: LengthModel = field(default_factory=LengthModel)
     """How long episodes take, ended or stopped, in hundredths of a second. Only kept for `episode_length` in seconds
     with adaptive factors."""

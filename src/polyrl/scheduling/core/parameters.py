@@ -101,7 +101,7 @@ class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How workers fetch weights, and from which source; docs/concepts/weight-delivery.md."""
+    """How workers fetch weights, and from which source; docs/concepts/weights.md#weight-delivery."""
 
     relay: bool = True
     trainer_uploads: AtLeastOne = 4
@@ -149,11 +149,14 @@ class EnvironmentRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     turn_timeout_s: Positive = 600.0
     """From an answer to the next call, or to the end. The most that a learned limit may become."""
     learn_turn_timeouts: bool = True
-    """Learn a shorter limit from the turns that ended (rules/turn_limits.py)."""
+    """Learn a shorter limit from the turns that ended (rules/play_limits.py)."""
     least_turn_timeout_s: Positive = 30.0
     """The least that a learned limit may become; `turn_timeout_s`, where that is less."""
     episode_timeout_s: Positive = 3600.0
-    """Of all turns of an episode together. What the policy takes for its answers, and waits for it, are not counted."""
+    """Of all turns of an episode together. What the policy takes for its answers, and waits for it, are not counted.
+    The most that a learned limit may become."""
+    learn_episode_timeouts: bool = True
+    """Learn a shorter limit from the episodes that ended; no turn is begun beyond it."""
     max_calls: Count = 0
     """Calls of an episode: the next one is answered as one without room is, and the environment can end and pay.
     0: as many as its tokens allow."""

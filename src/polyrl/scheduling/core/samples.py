@@ -91,6 +91,8 @@ class Playtime(Struct, gc=False):
     """From its beginning to its end, if it was begun once: what it repeats is no measure."""
     num_hangs: int = 0
     """How often it stood still at a host that hung."""
+    episode_limit_s: Seconds = 0.0
+    """No turn of it begins after so much was played; 0: nothing is learned yet."""
 
     def skip(self, seconds: Seconds) -> None:
         """Leave out a time in which nobody could be heard."""

@@ -259,7 +259,7 @@ def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
 def time_is_up(desk: Desk, sample: TrackedSample, wait: Literal["turn", "episode"], now: Seconds) -> None:
     """An episode took too long, or an environment's turn: then the host hangs, or this episode does."""
     if wait == "episode":
-        _over_time(desk, sample, "it took too long", now)
+        _over_time(desk, sample, _why_too_long(desk, sample), now)
         return
     host, culprit = desk.hosts.seats[sample.host], turns.who_hangs(desk, sample, now)
     if culprit == "host":
@@ -270,6 +270,13 @@ def time_is_up(desk: Desk, sample: TrackedSample, wait: Literal["turn", "episode
         _lose(desk, host, why, now)
     elif culprit == "episode":
         _over_time(desk, sample, f"its environment's move took too long{_limit(desk, sample)}", now)
+
+
+def _why_too_long(desk: Desk, sample: TrackedSample) -> str:
+    clock = desk.state.playtimes.get(sample.id)
+    if clock is None or not turns.is_played_out(clock):
+        return "it took too long"
+    return f"it took too long (over {clock.episode_limit_s:.1f} s, five times what others took)"
 
 
 def _limit(desk: Desk, sample: TrackedSample) -> str:

@@ -26,9 +26,9 @@ from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import hosting, leases, scoring
 from polyrl.scheduling.rules import tail_batching
 from polyrl.scheduling.rules.order import mix64
+from polyrl.scheduling.rules.play_limits import TICKS_PER_S
 from polyrl.scheduling.rules.staleness import newest_step
 from polyrl.scheduling.rules.tail_batching import PlannedPrompt, RoundPlan
-from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
 
 
 def open_requested(desk: Desk, now: Seconds) -> list[Round]:

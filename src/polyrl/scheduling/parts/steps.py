@@ -20,8 +20,8 @@ from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import devices, membership, reshaping, reward_workers, rounds
 from polyrl.scheduling.rules import adaptive, scaling, seeding
 from polyrl.scheduling.rules.autoscaling import ScaledWorker
+from polyrl.scheduling.rules.play_limits import TICKS_PER_S
 from polyrl.scheduling.rules.seeding import StepTimes
-from polyrl.scheduling.rules.turn_limits import TICKS_PER_S
 
 _ADAPT_EVERY = 8
 """Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
@@ -153,8 +153,8 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):
         _adapt(desk)
     desk.lengths.age(_FORGET_PER_STEP)
-    for turns in state.turns.values():
-        turns.times.age(_FORGET_PER_STEP)
+    for known in (*state.turns.values(), *state.plays.values()):
+        known.times.age(_FORGET_PER_STEP)
     if desk.times_episodes:
         state.durations.age(_FORGET_PER_STEP)
     if desk.config.parallelism.enabled:

@@ -1,30 +1,46 @@
 """An environment's turn: its clock, its limit, and what is learned from it.
 
-Rules kept here: a turn's limit is fixed when it begins (rules/turn_limits.py). Only turns that ended by themselves are
+Rules kept here: limits are fixed when a turn or an episode begins (rules/play_limits.py). Only what ended by itself is
 learned from. An episode's time is that of its turns: an answer that takes long, or waits for a worker, is not the
-environment's doing. While we were away, no time passed.
+environment's doing. A learned limit of an episode keeps a further turn from beginning, and cuts none short that has
+begun: its own limit does that, and `episode_timeout_s`. While we were away, no time passed.
 """
 
 from polyrl.ids import SampleId, Seconds
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.hosts import Host
 from polyrl.scheduling.core.samples import Playtime, TrackedSample
-from polyrl.scheduling.rules import turn_limits
+from polyrl.scheduling.rules import play_limits
 from polyrl.scheduling.rules.order import unit
-from polyrl.scheduling.rules.turn_limits import TICKS_PER_S, Culprit, TurnTimes
+from polyrl.scheduling.rules.play_limits import (
+    TICKS_PER_S,
+    Culprit,
+    PlayLimit,
+    PlayTimes,
+    episode_bounds,
+    turn_bounds,
+)
 
-_NO_TASK, _NO_PROBE = -1, 1.0
+_NO_TASK, _NO_PROBE, _NOTHING_PLAYED = -1, 1.0, PlayTimes()
 LEARNED_SINCE = 4
-"""The first of `desk.RULES` by which limits are learned."""
+"""The first of `desk.RULES` by which limits of turns are learned."""
+_EPISODES_LEARNED_SINCE = 6
+_OF_EPISODE = -1
+"""Where turns have the tokens drawn before them: draws for an episode are others than for its turns."""
 
 
 def begin_episode(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     """Start the clock of an attempt. What an earlier attempt showed of it stays."""
     before = desk.state.playtimes.get(sample.id)
     num_hangs = 0 if before is None else before.num_hangs
-    desk.state.playtimes[sample.id] = Playtime(now, now, num_hangs=num_hangs)
+    clock = desk.state.playtimes[sample.id] = Playtime(now, now, num_hangs=num_hangs)
     if desk.state.rules < LEARNED_SINCE:
         desk.deadlines.set(("episode", sample.id), now + desk.config.environments.episode_timeout_s)
+    elif desk.state.rules >= _EPISODES_LEARNED_SINCE:
+        group = desk.groups[sample.group]
+        draw = unit(desk.config.seed, sample.id, sample.attempt, _OF_EPISODE)
+        limit = _of_episodes(desk, group.domain, group.prompt, now, draw)
+        clock.episode_limit_s = limit.timeout_s if limit.learned else 0.0
 
 
 def begin(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
@@ -36,9 +52,11 @@ def begin(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     clock, host, group = _clock(desk, sample, now), desk.hosts.seats[sample.host], desk.groups[sample.group]
     known = desk.state.turns.get(group.domain)
     draw = unit(desk.config.seed, sample.id, sample.attempt, sample.num_tokens)
-    limit = (known or TurnTimes()).limit(rules, group.prompt, now, draw, has_moved=host.moved_at is not None)
+    limit = (known or PlayTimes()).limit(
+        turn_bounds(rules), group.prompt, now, draw, has_moved=host.moved_at is not None
+    )
     clock.turn_began_at, clock.limit_s = now, limit.timeout_s
-    left_s = rules.episode_timeout_s - clock.played_s
+    left_s = 0.0 if is_played_out(clock) else rules.episode_timeout_s - clock.played_s
     if left_s <= limit.timeout_s:
         desk.deadlines.set(("episode", sample.id), now + max(0.0, left_s))
     desk.deadlines.set(("turn", sample.id), now + limit.timeout_s)
@@ -55,7 +73,7 @@ def end(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
     host.moved_at = now
     known = desk.state.turns.get(group.domain)
     if known is None:
-        known = desk.state.turns[group.domain] = TurnTimes()
+        known = desk.state.turns[group.domain] = PlayTimes()
     known.observe(group.prompt, took_s, now)
     stop(desk, sample.id)
 
@@ -78,7 +96,7 @@ def who_hangs(desk: Desk, sample: TrackedSample, now: Seconds) -> Culprit:
     others = [_clock(desk, desk.samples[one], now) for one in playing]
     moved_at, is_alone = host.joined_at if host.moved_at is None else host.moved_at, len(host.episodes) == 1
     since = [one.turn_began_at for one in others]
-    culprit = turn_limits.who_hangs(now, clock.limit_s, clock.turn_began_at, moved_at, since, is_alone=is_alone)
+    culprit = play_limits.who_hangs(now, clock.limit_s, clock.turn_began_at, moved_at, since, is_alone=is_alone)
     if culprit == "unclear":
         desk.deadlines.set(("turn", sample.id), now + clock.limit_s / 8)
     elif culprit == "host":
@@ -92,7 +110,24 @@ def present_limit_s(desk: Desk, domain: int, now: Seconds) -> Seconds:
     rules, known = desk.config.environments, desk.state.turns.get(domain)
     if known is None or desk.state.rules < LEARNED_SINCE:
         return rules.turn_timeout_s
-    return known.limit(rules, _NO_TASK, now, _NO_PROBE).timeout_s
+    return known.limit(turn_bounds(rules), _NO_TASK, now, _NO_PROBE).timeout_s
+
+
+def present_episode_limit_s(desk: Desk, domain: int, now: Seconds) -> Seconds:
+    """Return the limit of most episodes of a domain, as it is now."""
+    if desk.state.rules < _EPISODES_LEARNED_SINCE:
+        return desk.config.environments.episode_timeout_s
+    return _of_episodes(desk, domain, _NO_TASK, now, _NO_PROBE).timeout_s
+
+
+def _of_episodes(desk: Desk, domain: int, task: int, now: Seconds, draw: float) -> PlayLimit:
+    known = desk.state.plays.get(domain, _NOTHING_PLAYED)
+    return known.limit(episode_bounds(desk.config.environments), task, now, draw)
+
+
+def is_played_out(clock: Playtime) -> bool:
+    """Whether an episode has played for as long as was learned that one takes."""
+    return 0.0 < clock.episode_limit_s <= clock.played_s
 
 
 def end_episode(desk: Desk, sample: TrackedSample, now: Seconds, *, finished: bool) -> None:
@@ -101,6 +136,9 @@ def end_episode(desk: Desk, sample: TrackedSample, now: Seconds, *, finished: bo
     if clock is None or clock.took_s is not None or sample.attempt != 1:
         return
     clock.took_s = max(0.0, now - clock.began_at)
+    if finished and desk.state.rules >= _EPISODES_LEARNED_SINCE:
+        group = desk.groups[sample.group]
+        desk.state.plays.setdefault(group.domain, PlayTimes()).observe(group.prompt, clock.played_s, now)
     if desk.times_episodes:
         desk.state.durations.observe(max(1, round(clock.took_s * TICKS_PER_S)), finished=finished)
 
@@ -109,7 +147,7 @@ def skip(desk: Desk, seconds: Seconds) -> None:
     """Leave out a time in which the driver was away."""
     for clock in desk.state.playtimes.values():
         clock.skip(seconds)
-    for known in desk.state.turns.values():
+    for known in (*desk.state.turns.values(), *desk.state.plays.values()):
         known.since = None if known.since is None else known.since + seconds
     for host in desk.hosts.seats.values():
         host.joined_at += seconds

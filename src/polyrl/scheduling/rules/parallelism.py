@@ -106,7 +106,7 @@ class DecodeSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How wide engines are; docs/concepts/parallelism.md."""
+    """How wide engines are; docs/concepts/scaling.md#parallelism."""
 
     enabled: bool = False
     engines: Literal["local", "fleet"] = "local"

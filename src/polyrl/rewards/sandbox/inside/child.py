@@ -106,7 +106,7 @@ def _fork_program(
 def _prepare(job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: dict[str, Any]) -> None:
     """Give up everything that the program may not have, and write its files. Raises if anything is left."""
     _take_streams(streams)
-    _enter(settings["home"])
+    _enter(settings)
     _limit(job, settings)
     if not settings["is_unsafe"]:
         _give_rights_up(settings, is_tests=job["mode"] == "tests")
@@ -152,8 +152,13 @@ def _begin(job: dict[str, Any]) -> NoReturn:
             _run_python(job)
 
 
-def _enter(home: str) -> None:
-    os.setsid()
+def _enter(settings: dict[str, Any]) -> None:
+    """Leave the zygote's process group, so that a signal to the program's own does not reach it."""
+    if settings["is_unsafe"]:
+        os.setsid()  # there, a session is what limits are counted over
+    else:
+        os.setpgid(0, 0)  # a new session would take longer: the kernel makes a group of the scheduler for each
+    home = settings["home"]
     os.chdir(home)
     os.environ.clear()
     os.environ.update({"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"})
@@ -195,7 +200,7 @@ def _give_rights_up(settings: dict[str, Any], *, is_tests: bool) -> None:
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])
     kernel.drop_capabilities()
     kernel.set_dumpable(allowed=not is_tests)
-    kernel.install_filter(bytes.fromhex(settings["filter"]))
+    kernel.install_filter(settings["filter"])
 
 
 def _become(argv: list[str]) -> NoReturn:
@@ -232,8 +237,6 @@ def _run_python(job: dict[str, Any]) -> NoReturn:
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
-    for name in [one for one in sys.modules if one.partition(".")[0] == "polyrl"]:
-        del sys.modules[name]
     sys.path.insert(0, os.getcwd())
     sys.path.extend(job["folders"])
     gc.enable()

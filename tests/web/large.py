@@ -1,0 +1,126 @@
+"""Open the dashboard of a very large run in a real browser: `python -m tests.web.large FOLDER [--steps N]`.
+
+The journal is a simulation's: 1,000 workers, of which machines are taken and come back, and 2,000 samples in each of 50
+steps. Metrics and kept answers have 10,000 steps, ten answers each. FOLDER keeps the run, so that a second measurement
+does not make it again. Prints JSON: seconds until each view stands, and the longest frame while it is looked at.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports] (make test-web installs it)
+from tests.web.models import character_model
+from tests.web.pages import CHROMIUM, FLAGS, Seen, dashboard, go, longest_frame_ms, opened, write_tokens
+
+from polyrl.journal.files import FILE_NAME as JOURNAL
+from polyrl.telemetry.metrics import FILE_NAME as METRICS
+
+NUM_METRIC_STEPS, ANSWERS_A_STEP = 10_000, 10
+METRIC_NAMES = (
+    "reward/mean", "time/step_total", "actor/entropy", "actor/grad_norm", "fleet/workers",
+    *(f"own/m{number}" for number in range(55)),
+)  # fmt: skip
+SCENARIO = """
+name = "large"
+about = "A thousand workers, two thousand samples a step"
+[run]
+steps = 50
+warmup_steps = 0
+max_new_tokens = 512
+[trainer]
+num_devices = 8
+local_workers = 4
+price_usd_per_hour = 30.0
+s_per_token = 3.0e-7
+[engine]
+step_fixed_s = 0.02
+step_sample_s = 80e-6
+slots = 16
+flush_s = 5.0
+[fleet]
+workers = 1000
+price_usd_per_hour = 4.0
+[network]
+weights_gb = 1.0
+[supply]
+events = [{ at_s = 30.0, workers = 900 }, { at_s = 50.0, workers = 1000 }]
+[[domains]]
+name = "math"
+prompts_per_step = 250
+prompt_tokens = 100
+length_quantiles = [[0.05, 50], [0.5, 100], [0.9, 300], [1.0, 512]]
+"""
+VIEWS = {
+    "now": ".uplot", "rollouts": ".detail .span.drawn span", "timeline": ".timeline .names div",
+    "fleet": "section table", "curves": ".chart canvas", "ledger": "pre.ledger",
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=50, help="of the simulation, 2,000 samples each (default: 50)")
+    args = parser.parse_args()
+    run_dir = args.folder / "run"
+    if not (run_dir / "recipe.toml").exists():
+        make(args.folder, run_dir, args.steps)
+    print(json.dumps(measure(run_dir), indent=2))
+
+
+def make(folder: Path, run_dir: Path, num_steps: int) -> None:
+    """Make the run; its recipe comes last, so that a run that is half made is made again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / JOURNAL).exists():
+        (folder / "large.toml").write_text(SCENARIO)
+        words = ["simulate", str(folder / "large.toml"), "--steps", str(num_steps), "--json", "--no-progress"]
+        command = [sys.executable, "-m", "polyrl", *words, "--out", str(run_dir)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with (run_dir / METRICS).open("w") as file:
+        for step in range(NUM_METRIC_STEPS):
+            values = dict.fromkeys(METRIC_NAMES, step / NUM_METRIC_STEPS)
+            file.write(json.dumps({"step": step, **values}) + "\n")
+    for step in range(NUM_METRIC_STEPS):
+        write_tokens(run_dir, step, ["word " * 40 + str(number) for number in range(ANSWERS_A_STEP)])
+    model = character_model(folder / "model")
+    (run_dir / "recipe.toml").write_text(f'model = {{ path = "{model}" }}\n')
+
+
+def measure(run_dir: Path) -> dict[str, Any]:
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        began = time.perf_counter()
+        with dashboard(run_dir) as link, opened(browser, link) as seen:
+            first_s = time.perf_counter() - began
+            while_reading = look(seen)
+            seen.page.wait_for_function("!document.getElementById('state').textContent.includes('%')", timeout=600_000)
+            read_s = time.perf_counter() - began
+            after = look(seen)
+        browser.close()
+    return {
+        "first card, s": round(first_s, 2),
+        "while the journal is read": while_reading,
+        "journal read after, s": round(read_s, 1),
+        "journal, MB": round((run_dir / JOURNAL).stat().st_size / 1e6),
+        "afterwards": after,
+    }
+
+
+def look(seen: Seen) -> dict[str, dict[str, float]]:
+    """Open every view, act in it, and return its seconds and its longest frame."""
+    found: dict[str, dict[str, float]] = {}
+    seen.page.set_default_timeout(300_000)
+    for view, there in VIEWS.items():
+        began = time.perf_counter()
+        go(seen, view, there)
+        took_s = time.perf_counter() - began
+        found[view] = {"seconds": round(took_s, 2), "longest frame, ms": round(longest_frame_ms(seen))}
+    return found
+
+
+if __name__ == "__main__":
+    main()
