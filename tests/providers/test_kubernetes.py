@@ -98,3 +98,67 @@ def test_outside_a_pod_a_server_is_wanted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(UserError, match="this is no pod"):
         make_provider("kubernetes", {"image": "a"}, run_of(tmp_path, ends_with_us=True)).check()
+
+
+def answers(body: bytes) -> "asyncio.Server":
+    """A server that says this to everybody."""
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    return asyncio.start_server(say, "127.0.0.1", 0)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"items": [{"metadata": {"name": "\xff"}}]}', b'{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}", b"<html>", b"[]"],
+    ids=["no text", "deep", "a page", "a list"],
+)
+def test_an_answer_that_is_not_of_kubernetes_is_tried_again(body: bytes, tmp_path: Path):
+    async def ask() -> None:
+        server = await answers(body)  # type: ignore[misc]
+        port = server.sockets[0].getsockname()[1]
+        provider = KubernetesProvider(
+            run_of(tmp_path, ends_with_us=True), "polyrl:1", server=f"http://127.0.0.1:{port}"
+        )
+        try:
+            with pytest.raises(ProviderError, match="an answer that is not of Kubernetes"):
+                await provider.held()
+        finally:
+            await provider.close()
+            server.close()
+
+    asyncio.run(ask())
+
+
+def test_labels_that_no_worker_has_are_nobody_and_words_of_the_cluster_are_safe_in_a_terminal(tmp_path: Path):
+    def job(name: str) -> dict[str, object]:
+        return {"metadata": {"name": "\x1b[2J", "labels": {"polyrl.dev/worker": name}}, "status": {"failed": 1}}
+
+    body = json.dumps({"items": [job("../../x"), job("worker-0")]}).encode()
+
+    async def ask() -> None:
+        server = await answers(body)  # type: ignore[misc]
+        port = server.sockets[0].getsockname()[1]
+        provider = KubernetesProvider(
+            run_of(tmp_path, ends_with_us=True), "polyrl:1", server=f"http://127.0.0.1:{port}"
+        )
+        try:
+            held = await provider.held()
+        finally:
+            await provider.close()
+            server.close()
+        assert list(held) == ["worker-0"]
+        assert held["worker-0"].place.isprintable()
+
+    asyncio.run(ask())
+
+
+def test_no_token_travels_in_the_clear(tmp_path: Path):
+    run = run_of(tmp_path, ends_with_us=True)
+    KubernetesProvider(run, "a", server="http://localhost:8001").check()
+    with pytest.raises(UserError, match=r"server: got 'http://10\.0\.0\.1:8080'; expected https"):
+        KubernetesProvider(run, "a", server="http://10.0.0.1:8080").check()

@@ -2,6 +2,8 @@
 
 import enum
 import math
+import subprocess
+import sys
 import tomllib
 from typing import Annotated, Literal
 
@@ -376,3 +378,33 @@ def test_a_written_configuration_is_plain_to_read():
         "\n[prices]\n"
         '\n[noise]\nkind = "constant"\nvalue = 1.0\n'
     )
+
+
+_TOGETHER = """
+import sys, threading, time
+from polyrl.config import build
+from polyrl.config.load import load_toml
+from polyrl.config.recipe import Recipe
+
+sys.setswitchinterval(1e-5)
+tree = load_toml(sys.argv[1])
+
+def make(wait_s):
+    time.sleep(wait_s)
+    build(tree, Recipe)
+
+threads = [threading.Thread(target=make, args=(number * 0.003,)) for number in range(8)]
+for one in threads: one.start()
+for one in threads: one.join()
+"""
+
+
+def test_a_type_that_several_threads_meet_first_ends_no_process(tmp_path):
+    """msgspec crashes where two threads describe a type to themselves at once, as the rows of two runs did."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('name = "x"\n[model]\npath = "m"\n[train]\nsteps = 1\n[data]\nsource = "arithmetic"\n')
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", _TOGETHER, str(recipe)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")

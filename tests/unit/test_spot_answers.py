@@ -1,13 +1,16 @@
 """Notices of clouds and clusters: their documented answers, read as moments; and nonsense, which is none."""
 
+import asyncio
 from datetime import UTC, datetime
 
 import pytest
 
 from polyrl.cli import worker
+from polyrl.errors import UserError
 from polyrl.wire.frames import MAX_NOTICE_S
 from polyrl.worker.spot import answers
 from polyrl.worker.spot.answers import Notice
+from polyrl.worker.spot.listening import noticing
 
 NOW = datetime(2026, 1, 2, 3, 4, 0, tzinfo=UTC).timestamp()
 PREEMPT = (
@@ -91,3 +94,34 @@ def test_auto_believes_the_machine_alone():
 )
 def test_a_signal_leaves_the_time_that_its_sender_gives(place, environment: dict[str, str], left_s: float):
     assert answers.signalled((place,), environment, NOW).left_s == left_s
+
+
+NONSENSE = [
+    b'{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+    b'{"action": "terminate", "time": "\xff"}',
+    b'{"Events": [{"EventType": "\xff\xfe"}]}',
+]
+
+
+@pytest.mark.parametrize("body", NONSENSE, ids=["deep", "no text", "no text inside"])
+def test_what_no_reader_survives_is_no_notice(body: bytes):
+    assert answers.aws_action(body, NOW) is None
+    assert answers.azure_events(body, "", NOW) is None
+
+
+@pytest.mark.parametrize(
+    "moment", ["Mon, 19 Sep 99999999999999999999 18:29:47 GMT", "Mon, 19 Sep 2016 18:29:47 +" + "9" * 30]
+)
+def test_an_event_of_azure_without_a_moment_of_this_world_leaves_what_azure_promises(moment: str):
+    body = PREEMPT.replace(b"Fri, 02 Jan 2026 03:04:30 GMT", moment.encode())
+    assert answers.azure_events(body, "gpu-1", NOW) == Notice("Azure: Preempt", answers.AZURE_PREEMPTION_S)
+
+
+def test_a_metadata_address_that_is_none_is_one_line_before_anything_is_watched(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        async with noticing("aws", 0.0, lambda why, left_s: None):
+            raise AssertionError("it is watched")
+
+    monkeypatch.setenv("POLYRL_METADATA_URL", "ftp://x")
+    with pytest.raises(UserError, match="POLYRL_METADATA_URL: 'ftp://x'; expected an address"):
+        asyncio.run(body())

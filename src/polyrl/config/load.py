@@ -14,6 +14,7 @@ Left out: includes, environment variables, and keys that hold a dot themselves (
 import copy
 import math
 import re
+import threading
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ __all__ = [
 Tree = dict[str, Any]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Two threads in which msgspec meets a type for the first time end the process with a segmentation fault."""
 _AT_POSITION = re.compile(r" \(at line (\d+), column \d+\)$")
 _EXAMPLE = "fleet.workers=3"
 _AT_END = " (at end of document)"
@@ -79,7 +82,8 @@ def build(tree: Tree, struct_type: type[StructT], *, source: str = "", overrides
     for path, value, expected in _no_values(tree, ()):
         raise ConfigError(_with_origin(f"{show_path(path)}: got {value}, expected {expected}", source, overrides))
     try:
-        return msgspec.convert(tree, struct_type)
+        with _ONE_AT_A_TIME:
+            return msgspec.convert(tree, struct_type)
     except msgspec.ValidationError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, ValueError):
             raise  # msgspec wraps a TypeError of __post_init__ as well; that one is a bug of ours

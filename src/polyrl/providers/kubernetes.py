@@ -11,6 +11,7 @@ Access: in a pod its service account; elsewhere `server` and `token_file`, or a 
 import asyncio
 import base64
 import hashlib
+import ipaddress
 import os
 import re
 import ssl
@@ -18,13 +19,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
 
 from polyrl.errors import ConfigError, UserError, one_line, plain, shorten
 from polyrl.providers.provider import HeldState, HeldWorker, ProviderError, ProviderRun, WorkerOrder
+from polyrl.wire.control import WORKER_NAME
 from polyrl.wire.credentials import TOKEN_VARIABLE
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -33,6 +35,7 @@ _MAX_BYTES = 32 << 20
 _MAX_JOBS = 10_000
 _RUN_LABEL, _WORKER_LABEL = "polyrl.dev/run", "polyrl.dev/worker"
 _EXIT_BAD_INPUT = 2
+_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
@@ -139,6 +142,12 @@ class KubernetesProvider:
             )
         if not self._server.startswith(("https://", "http://")):
             raise UserError(f"fleet.provider_args.server: got {self._server!r}, expected https://HOST:PORT")
+        parts = urlsplit(self._server)
+        if parts.scheme == "http" and not _is_this_machine(parts.hostname or ""):
+            raise UserError(
+                f"fleet.provider_args.server: got {self._server!r}; expected https, or a proxy on this machine: http "
+                "shows the tokens to the network"
+            )
         for key, file in (("token_file", self._token_file), ("ca_file", self._ca_file)):
             if file and not Path(file).is_file():
                 raise UserError(f"fleet.provider_args.{key}: {file} is not there")
@@ -152,7 +161,8 @@ class KubernetesProvider:
         by_name = {one.metadata.labels.get(_WORKER_LABEL, ""): one for one in pods.items}
         held: dict[str, HeldWorker] = {}
         for job in jobs.items:
-            if name := job.metadata.labels.get(_WORKER_LABEL, ""):
+            name = job.metadata.labels.get(_WORKER_LABEL, "")
+            if re.fullmatch(WORKER_NAME, name):
                 held[name] = _show(name, job, by_name.get(name))
         return held
 
@@ -274,7 +284,7 @@ class KubernetesProvider:
         _, answer = await self._request(method, path, body, fine)
         try:
             return msgspec.json.decode(answer, type=kind)
-        except msgspec.MsgspecError as error:
+        except _NO_JSON as error:
             raise ProviderError(f"{self._server}: an answer that is not of Kubernetes: {one_line(error)}") from error
 
     async def _request(self, method: str, path: str, body: object, fine: tuple[int, ...]) -> tuple[int, bytes]:
@@ -313,6 +323,13 @@ def _place(server: str, token_file: str, ca_file: str) -> tuple[str, str, str]:
     return f"https://{host}:{port}", token_file or str(_ACCOUNT / "token"), ca_file or str(_ACCOUNT / "ca.crt")
 
 
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _plain_name(worker: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", worker.lower()).strip("-")[:12] or "worker"
 
@@ -327,13 +344,14 @@ def _read(file: Path) -> str:
 def _message(content: bytes) -> str:
     try:
         said = msgspec.json.decode(content, type=dict[str, Any]).get("message", "")
-    except msgspec.MsgspecError:
+    except _NO_JSON:
         said = content.decode(errors="replace")
     return shorten(plain(str(said)).replace("\n", " ")) or "it said nothing"
 
 
 def _show(name: str, job: _Job, pod: _Pod | None) -> HeldWorker:
     place = f"job {job.metadata.name}" + (f" on {pod.spec.nodeName}" if pod is not None and pod.spec.nodeName else "")
+    place = shorten(plain(place))
     if job.metadata.deletionTimestamp is not None:
         return HeldWorker(name, "stopping", place)
     phase = "Pending" if pod is None else pod.status.phase
@@ -341,6 +359,6 @@ def _show(name: str, job: _Job, pod: _Pod | None) -> HeldWorker:
         ends = [] if pod is None else [one.state.terminated for one in pod.status.containerStatuses]
         codes = [one.exitCode for one in ends if one is not None]
         why = f"exit code {codes[0]}" if codes else (pod.status.reason if pod is not None else "") or "its pod is gone"
-        return HeldWorker(name, "ended", place, why, failed=codes[:1] == [_EXIT_BAD_INPUT])
+        return HeldWorker(name, "ended", place, shorten(plain(why)), failed=codes[:1] == [_EXIT_BAD_INPUT])
     state: HeldState = "running" if phase == "Running" else "starting"
-    return HeldWorker(name, state, place, "" if state == "running" else f"pod: {phase}")
+    return HeldWorker(name, state, place, "" if state == "running" else shorten(plain(f"pod: {phase}")))

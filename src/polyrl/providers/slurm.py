@@ -1,10 +1,12 @@
 """Workers as Slurm jobs: one job each, started by sbatch, requeued by Slurm when its node fails.
 
-A job is called after the run and the worker, and found again by that name. The run's directory must be on a file system
+A job is called after the run and the worker, and found again by that name among the jobs of our user: others may call
+theirs what they like. The run's directory must be on a file system
 that the nodes share: the job reads its token there, and writes its log. A job that Slurm preempts, or ends at its time
 limit, gets SIGTERM `notice_s` seconds before, and its worker hands over.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -104,7 +106,8 @@ class SlurmProvider:
 
     async def _jobs(self) -> list[tuple[str, str, str, str]]:
         """Return name, job, state and reason of every job of this run that Slurm still knows, newest last."""
-        told = await call(["squeue", "--noheader", "--states", "all", "--format", "%i|%T|%j|%r"], timeout_s=_TIMEOUT_S)
+        ours = ["--user", str(os.getuid()), "--states", "all"]
+        told = await call(["squeue", "--noheader", *ours, "--format", "%i|%T|%j|%r"], timeout_s=_TIMEOUT_S)
         jobs: list[tuple[str, str, str, str]] = []
         for line in told.splitlines():
             cells = line.strip().split("|", 3)

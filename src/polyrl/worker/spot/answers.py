@@ -36,6 +36,10 @@ _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 """The chassis tag of every machine of Azure; its vendor alone could be any machine of Microsoft's."""
 
 
+_UNREADABLE = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+"""All that reading can raise: text that is no UTF-8, years beyond all, lists in lists in lists."""
+
+
 class Notice(NamedTuple):
     """The machine goes in `left_s` seconds."""
 
@@ -82,7 +86,7 @@ def aws_action(body: bytes, now: float) -> Notice | None:
     try:
         said = msgspec.json.decode(body, type=_AwsAction)
         at = datetime.fromisoformat(said.time)
-    except (msgspec.MsgspecError, ValueError):
+    except _UNREADABLE:
         return None
     if said.action not in ("terminate", "stop", "hibernate"):
         return None
@@ -104,7 +108,7 @@ def azure_events(body: bytes, own_name: str, now: float) -> Notice | None:
     """Read scheduled events, and return the nearest one that takes this machine. Without a name, all are ours."""
     try:
         events = msgspec.json.decode(body, type=_AzureEvents).Events
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         return None
     found = [
         Notice(f"Azure: {one.EventType}", _azure_left(one, now))
@@ -119,7 +123,7 @@ def _azure_left(event: _AzureEvent, now: float) -> float:
         return 0.0
     try:
         return _left(parsedate_to_datetime(event.NotBefore), now)
-    except ValueError:
+    except _UNREADABLE:
         return AZURE_PREEMPTION_S
 
 

@@ -15,8 +15,14 @@ log = logging.getLogger("polyrl.worker")
 
 @asynccontextmanager
 async def noticing(choice: str, notice_s: float, drain: watching.Tell) -> AsyncIterator[None]:
-    """Call `drain` with every notice, until the block ends. `notice_s` is what SIGTERM means, if a person said so."""
+    """Call `drain` with every notice, until the block ends. `notice_s` is what SIGTERM means, if a person said so.
+
+    Raises UserError for an address of a metadata service that is none.
+    """
     found = answers.places(choice, os.environ, watching.read_firmware() if choice == "auto" else "")
+    clouds: dict[answers.NoticePlace, str] = {
+        place: watching.address_of(place) for place in answers.CLOUDS if place in found
+    }
     if found:
         log.info("spot notices: %s", ", ".join(found))
 
@@ -29,7 +35,7 @@ async def noticing(choice: str, notice_s: float, drain: watching.Tell) -> AsyncI
     loop.add_signal_handler(signal.SIGTERM, signalled, "SIGTERM")
     if "slurm" in found:
         loop.add_signal_handler(signal.SIGUSR1, signalled, "SIGUSR1")
-    watches = [asyncio.create_task(watching.watch(place, drain)) for place in found if place in answers.CLOUDS]
+    watches = [asyncio.create_task(watching.watch(place, address, drain)) for place, address in clouds.items()]
     try:
         yield
     finally:

@@ -161,9 +161,11 @@ def _known(status: int) -> int:
     return status
 
 
-async def watch(place: NoticePlace, tell: Tell, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+async def watch(
+    place: NoticePlace, address: str, tell: Tell, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> None:
     """Watch for ever. `tell` is called with every notice that leaves less time than the one before."""
-    metadata = Metadata(address_of(place))
+    metadata = Metadata(address)
     goes_at, num_failures = float("inf"), 0
     try:
         while True:
