@@ -52,7 +52,7 @@ class TablePolicy:
         logprobs = self._numbers[torch.tensor(at)] - 1.0
         return Scores(logprobs, torch.zeros_like(logprobs))
 
-    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
+    def update(self, step: int, denominator: float, num_steps: int | None = None, **more: float) -> Update:
         assert self._numbers.grad is not None
         slopes = (self._numbers.grad.double() / denominator).tolist()
         self.slopes = {key: slopes[at] for key, at in self._places.items()}
