@@ -540,6 +540,7 @@ def test_a_manager_that_cannot_listen_is_one_line_before_anything_is_started(
     assert error.startswith(
         f"polyrl: error: the manager cannot listen on 127.0.0.1:{port}: address already in use; another"
     )
+    assert error.endswith(": manager.port=0\n")
     assert main(["train", "recipe.toml", "manager.host=203.0.113.9"]) == 2
     error += capsys.readouterr().err
     assert error.count("\n") == 2 and "cannot listen on 203.0.113.9:0: " in error

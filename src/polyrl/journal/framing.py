@@ -42,19 +42,19 @@ class FrameSource:
 
     def __init__(self, chunks: Iterable[bytes], name: str) -> None:
         self._chunks = iter(chunks)
-        self._buffer = b""
+        self._buffer = memoryview(b"")
         self._start = 0
         self.name = name
         self.offset = 0
         self.number = 0
 
-    def peek(self, num_bytes: int, after: int = 0) -> bytes:
-        """The next bytes but the first `after`, fewer only at the end."""
+    def peek(self, num_bytes: int, after: int = 0) -> memoryview:
+        """The next bytes but the first `after`, fewer only at the end; not copied, since payload is much."""
         while len(self._buffer) - self._start < num_bytes:
             chunk = next(self._chunks, None)
             if chunk is None:
                 break
-            self._buffer = self._buffer[self._start :] + chunk
+            self._buffer = memoryview(b"".join((self._buffer[self._start :], chunk)))
             self._start = 0
         return self._buffer[self._start + after : self._start + num_bytes]
 
@@ -62,7 +62,7 @@ class FrameSource:
         self._start += num_bytes
         self.offset += num_bytes
 
-    def skip_frame(self, payload: bytes) -> None:
+    def skip_frame(self, payload: memoryview) -> None:
         self.skip(_FRAME.size + len(payload))
         self.number += 1
 
@@ -77,7 +77,7 @@ class FrameSource:
         return f"{self.name}: {what} at byte {self.offset}"
 
 
-def read_frame(source: FrameSource) -> bytes | None:
+def read_frame(source: FrameSource) -> memoryview | None:
     """The payload of the next frame, or None at the end. The source stays in front of it, where errors point."""
     head = source.peek(_FRAME.size)
     if not head:

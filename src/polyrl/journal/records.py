@@ -137,7 +137,7 @@ def read_records(data: bytes | Iterable[bytes], name: str) -> tuple[JournalHeade
 
 
 def _read_first_line(source: FrameSource) -> None:
-    line, newline, _ = source.peek(_MAX_FIRST_LINE).partition(b"\n")
+    line, newline, _ = bytes(source.peek(_MAX_FIRST_LINE)).partition(b"\n")
     if not newline and 0 < len(line) < _MAX_FIRST_LINE and line.startswith(_MAGIC[: len(line)]):
         raise source.cut_short("it ends in its first line")
     text = line[len(_MAGIC) :]
@@ -169,11 +169,11 @@ def _iterate(source: FrameSource) -> Iterator[Record]:
         if not last <= stored.now < math.inf:
             raise source.error(f"time goes from {last} to {stored.now}")
         last = stored.now
-        yield Record(source.number, source.offset, stored.now, stored.event, stored.commands_digest, payload)
+        yield Record(source.number, source.offset, stored.now, stored.event, stored.commands_digest, bytes(payload))
         source.skip_frame(payload)
 
 
-def _decode(source: FrameSource, payload: bytes) -> _Stored:
+def _decode(source: FrameSource, payload: memoryview) -> _Stored:
     try:
         stored = _stored_decoder.decode(payload)
     except msgspec.MsgspecError as error:
@@ -183,7 +183,7 @@ def _decode(source: FrameSource, payload: bytes) -> _Stored:
     return stored
 
 
-def _why_not_a_record(payload: bytes, error: msgspec.MsgspecError) -> str:
+def _why_not_a_record(payload: memoryview, error: msgspec.MsgspecError) -> str:
     try:
         _, event, *_ = msgspec.msgpack.decode(payload, type=tuple[object, dict[str, object], object])
     except msgspec.MsgspecError:

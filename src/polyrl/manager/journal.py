@@ -371,7 +371,7 @@ def _read_payload(paths: Sequence[Path], note: Callable[[int], None]) -> Iterato
 def _read_payload_file(path: Path, note: Callable[[int], object] = int) -> Iterator[AnyNote | list[NewTokens]]:
     with path.open("rb") as file:
         source = FrameSource(iter(lambda: file.read(_CHUNK_BYTES), b""), str(path))
-        first = source.peek(len(_PAYLOAD_FIRST_LINE))
+        first = bytes(source.peek(len(_PAYLOAD_FIRST_LINE)))
         if first != _PAYLOAD_FIRST_LINE:
             if _PAYLOAD_FIRST_LINE.startswith(first):
                 raise source.cut_short("it ends in its first line")
@@ -385,8 +385,8 @@ def _read_payload_file(path: Path, note: Callable[[int], object] = int) -> Itera
             yield item
 
 
-def _decode(data: bytes, source: FrameSource) -> AnyNote | list[NewTokens]:
-    kind, rest = data[:1], memoryview(data)[1:]
+def _decode(data: memoryview, source: FrameSource) -> AnyNote | list[NewTokens]:
+    kind, rest = data[:1], data[1:]
     try:
         if kind == b"B":
             return _batch_decoder.decode(rest)

@@ -10,10 +10,10 @@ the scheduler has forgotten are not even gathered.
 """
 
 from collections.abc import Container, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, group_of
@@ -43,8 +43,6 @@ _MAX_SPAN = 1 << 23
 """Leases that are no further apart than this are found in a table, and others by bisection."""
 _NEVER = 1 << 62
 _COLUMNS = {"leases": "<u8", "offsets": "<u4", "counts": "<u4", "versions": "<i4", "cells": "<u8"}
-_COLUMN_OF = {name: attrgetter(name) for name in _COLUMNS}
-_ENDED = attrgetter("ended")
 _EMPTY = np.uint64((1 << 64) - 1)
 """Marks a missing cell: its token would be -1."""
 
@@ -138,12 +136,13 @@ class PayloadReader:
 
     def tokens(self, frames: Sequence[NewTokens]) -> None:
         num_rows = self._num_rows
-        if any(map(_ENDED, frames)):  # the row at which a lease ends counts; most frames end none
+        _, *columns, ended = zip(*map(structs.astuple, frames), strict=True)
+        if any(ended):  # the row at which a lease ends counts; most frames end none
             for frame in frames:
                 self._num_rows += len(frame.leases) // 8
                 self._end(frame.ended)
-        for name, parts in self._parts.items():  # of those that came together at once: they are still at hand
-            parts.append(b"".join(map(_COLUMN_OF[name], frames)))
+        for parts, pieces in zip(self._parts.values(), columns, strict=True):  # joined while they are still at hand
+            parts.append(b"".join(pieces))
         num_rows += len(self._parts["leases"][-1]) // 8
         self._num_rows = num_rows
         self._num_bytes += len(self._parts["cells"][-1])

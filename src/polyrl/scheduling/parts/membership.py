@@ -348,12 +348,12 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
     wanting = [
         worker
         for worker in desk.seats.values()
-        if not worker.local
+        if worker.version < state.published
+        and worker.pulling == NO_VERSION
+        and not worker.local
         and worker.state != "draining"
         and not worker.down
         and not worker.unheard
-        and worker.version < state.published
-        and worker.pulling == NO_VERSION
         and ("retry_pull", worker.seat) not in desk.deadlines.entries
     ]
     pulls = weight_delivery.plan_pulls(wanting, desk.seats.values(), state.published, desk.config.weight_delivery)
