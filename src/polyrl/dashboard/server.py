@@ -132,7 +132,8 @@ class DashboardServer:
         run = self._run(request)
         wanted = SampleFilter(
             _text(request, "task"), _text(request, "outcome"), _text(request, "worker"), _text(request, "text"),
-            _number(request, "low"), _number(request, "high"), _text(request, "order") or "group",
+            _number(request, "low"), _number(request, "high"), _number(request, "fewest"), _number(request, "longest"),
+            _text(request, "order") or "group",
         )  # fmt: skip
         step = None if not _text(request, "step") else _integer(request, "step", 0, 0, 1 << 50)
         first, most = _integer(request, "first", 0, 0, 1 << 31), _integer(request, "most", 100, 1, _MAX_PAGE)
