@@ -77,7 +77,7 @@ def prepare(words: list[str], desk: Path) -> None:
         shutil.rmtree(desk / "runs" / Path(words[1]).stem, ignore_errors=True)  # of the page before
 
 
-@pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_commands_of_pages_do_what_they_say(tmp_path: Path):
     shutil.copytree(Path(__file__).parents[2] / "examples", tmp_path / "examples")
