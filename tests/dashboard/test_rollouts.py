@@ -33,6 +33,12 @@ def test_a_step_is_listed_with_rewards_parts_and_writers(tmp_path: Path):
     [
         (SampleFilter(order="best"), ["1/1", "1/0", "2/0", "2/1"]),
         (SampleFilter(order="worst"), ["2/0", "2/1", "1/0", "1/1"]),
+        (SampleFilter(order="outcome"), ["2/0", "2/1", "1/0", "1/1"]),
+        (SampleFilter(order="worker", low=0.1), ["1/0", "1/1"]),
+        (SampleFilter(order="task", low=0.1), ["1/0", "1/1"]),
+        (SampleFilter(fewest=3, most=3, low=0.5), ["1/1"]),
+        (SampleFilter(fewest=4), []),
+        (SampleFilter(most=2), []),
         (SampleFilter(low=0.5), ["1/1"]),
         (SampleFilter(high=0.3, low=0.1), ["1/0"]),
         (SampleFilter(outcome="rejected"), ["2/0", "2/1"]),

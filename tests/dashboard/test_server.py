@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,8 +23,9 @@ from yarl import URL
 
 from polyrl.cli.dash import live_link
 from polyrl.cli.main import main
-from polyrl.dashboard.server import DashboardServer, serving
+from polyrl.dashboard.server import DashboardServer, serving, write_or_cut
 from polyrl.dashboard.watched import WatchedRun
+from polyrl.errors import UserError
 from polyrl.journal.files import FILE_NAME
 from polyrl.manager import page
 
@@ -218,3 +220,52 @@ def test_a_port_that_another_program_took_is_no_live_run(tmp_path: Path):
     for broken in ("[]", '{"url": 5}', "{}"):
         (tmp_path / "manager.json").write_text(broken)
         assert live_link(tmp_path) is None
+
+
+def test_a_manager_that_does_not_answer_in_time_is_said_and_no_run_that_is_over(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        (tmp_path / "manager.json").write_text(json.dumps({"url": f"http://127.0.0.1:{busy.getsockname()[1]}"}))
+        with pytest.raises(UserError, match="its manager did not answer within 0 s; try again"):
+            live_link(tmp_path, health_s=0.2)
+
+
+def test_a_run_whose_model_was_moved_is_shown_without_its_texts(path: Path, tmp_path: Path):
+    shutil.copytree(path, tmp_path / "run")
+    (tmp_path / "run" / "recipe.toml").write_text('model = { path = "/moved/away" }\n')
+
+    async def scenario():
+        async with dashboard(tmp_path / "run") as session:
+            code, now = await get(session, "now")
+            assert code == 200 and now["kind"] == "simulation"
+            code, told = await get(session, "samples", step="3")
+            assert code == 400 and "/moved/away" in told["error"]
+
+    asyncio.run(scenario())
+
+
+def test_a_page_that_reads_nothing_of_its_stream_is_cut_off():
+    ended = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with pytest.raises(ConnectionResetError, match="took nothing for"):
+            while True:
+                await write_or_cut(request, response, b"x" * 1_000_000, 0.3)
+        ended.set()
+        return response
+
+    async def scenario():
+        app = web.Application()
+        app.router.add_get("/", stream)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        with socket.create_connection(("127.0.0.1", port)) as deaf:
+            deaf.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.wait_for(ended.wait(), 30.0)
+        await runner.cleanup()
+
+    asyncio.run(scenario())

@@ -2,14 +2,17 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 from polyrl.data.characters import save_tokenizer
 from polyrl.data.rows import DataError
-from polyrl.data.tokens import ModelTokenizer
+from polyrl.data.tokens import ModelTokenizer, answer_decoder
 from polyrl.errors import ConfigError
 
 TEMPLATE = (
@@ -108,3 +111,46 @@ def test_an_answers_text_is_what_transformers_makes_of_its_tokens(tmp_path: Path
         while tokens and tokens[-1] == theirs.eos_token_id:
             tokens.pop()
         assert ours.text(tokens) == theirs.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes", "pieces"])
+@pytest.mark.parametrize("config", [{}, {"eos_token_id": [2, 3]}], ids=["", "ends"])
+def test_readers_get_the_same_text_without_transformers(kind: str, config: dict[str, object], tmp_path: Path):
+    ours = make(tmp_path, config={"model_type": "llama", **config})
+    if kind != "characters":
+        write_bpe(tmp_path, of_bytes=kind == "bytes")
+        ours = ModelTokenizer(str(tmp_path))
+    text_of = answer_decoder(str(tmp_path))
+    draws = random.Random(6)
+    for _ in range(200):
+        tokens = [draws.randrange(12) for _ in range(draws.randrange(12))]
+        assert text_of(tokens) == ours.text(tokens), tokens
+
+
+def write_bpe(folder: Path, *, of_bytes: bool) -> None:
+    """Write a tokenizer of few pieces, as GPT-2's (bytes) and Llama's (pieces with spaces, and bytes) are made."""
+    pieces = (
+        ["\u0120a", "b", "\u00e2", "\u0124", "\u00ac"] if of_bytes else ["\u2581a", "b", "<0xE2>", "<0x82>", "<0xAC>"]
+    )
+    more = ["c", "1", "2", "3"]
+    vocabulary = {piece: place for place, piece in enumerate(["<pad>", "<unknown>", "<end>", *pieces, *more])}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unknown>", byte_fallback=not of_bytes))
+    written_out = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.ByteLevel() if of_bytes else decoders.Sequence(written_out)
+    made.add_special_tokens(["<pad>", "<unknown>", "<end>"])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def test_tokens_that_only_transformers_knows_are_read_with_it(tmp_path: Path):
+    make(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    number = len(AutoTokenizer.from_pretrained(tmp_path))
+    added = {str(number): {"content": "<tool>", "special": True}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens_decoder": added}))
+    assert answer_decoder(str(tmp_path))([number]) == ModelTokenizer(str(tmp_path)).text([number]) == "<tool>"
+
+
+def test_a_reader_of_answers_imports_no_transformers(tmp_path: Path):
+    make(tmp_path)
+    says = f"import sys; from polyrl.data.tokens import answer_decoder; answer_decoder({str(tmp_path)!r})([5])"
+    subprocess.run([sys.executable, "-c", f"{says}; assert 'transformers' not in sys.modules"], check=True)

@@ -47,6 +47,7 @@ def dashboard(*paths: Path) -> Iterator[str]:
 def opened(browser: Any, link: str, **options: Any) -> Iterator[Seen]:
     context = browser.new_context(viewport={"width": 1280, "height": 850}, **options)
     try:
+        context.set_default_timeout(60_000)  # of a machine whose cores are all taken
         seen = Seen(context.new_page())
         seen.page.goto(link)
         seen.page.wait_for_selector(".card")

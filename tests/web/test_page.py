@@ -124,6 +124,14 @@ def test_keys_filters_colours_and_the_difference_of_two_answers(browser: Any, ru
         page.keyboard.press("Enter")
         playwright.expect(page.locator(".list button.row")).to_have_count(1)
         page.keyboard.press("Escape")
+        page.fill("input[type=search]", "")
+        shortest = min(map(len, HOSTILE))
+        page.fill("input[aria-label='Most tokens']", str(shortest))
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator(".list button.row")).to_have_count(1)
+        page.fill("input[aria-label='Most tokens']", "")
+        page.select_option("select[aria-label=Order]", "worker")
+        playwright.expect(page.locator(".list .group").first).to_have_text("w<b>1</b>")
         page.click("main")
         page.select_option("select[aria-label='Colour tokens by']", "worker")
         assert "w<b>1</b>" in page.inner_text(".detail .top .legend")
@@ -187,6 +195,27 @@ def test_a_browser_that_goes_away_in_mid_stream_harms_nobody(browser: Any, run_d
             other.close()  # some before their first event, some after
         go(seen, "ledger", "pre.ledger")
         go(seen, "now", ".card")
+
+
+def test_a_page_whose_process_is_slow_to_start_says_so_and_tries_again(browser: Any, run_dir: Path):
+    refusals = [json.dumps({"error": "the page's process did not start"})] * 2
+
+    def answer(route: Any) -> None:
+        if refusals:
+            route.fulfill(status=409, content_type="application/json", body=refusals.pop())
+        else:
+            route.continue_()
+
+    with dashboard(run_dir) as link:
+        context = browser.new_context()
+        page = context.new_page()
+        page.route("**/dash/api/runs", answer)
+        page.goto(link)
+        page.wait_for_selector("text=did not start; trying again")
+        assert "is starting" in page.inner_text("main")
+        page.wait_for_selector(".card")
+        assert refusals == []
+        context.close()
 
 
 def test_without_a_token_it_asks_for_one(browser: Any, run_dir: Path):

@@ -26,7 +26,7 @@ examples:
 RUN is the directory of a run, live, ended or killed, or of a simulation, or a journal. The printed link has a token
 that may look and change nothing. Ctrl+C ends it; a run does not notice."""
 
-_HEALTH_S = 3.0
+_HEALTH_S = 15.0
 _MAX_RUNS = 16
 
 
@@ -71,8 +71,8 @@ def _open(link: str, args: argparse.Namespace) -> None:
         webbrowser.open(link)
 
 
-def live_link(path: Path) -> str | None:
-    """Return the page of a run whose manager answers; None if there is none."""
+def live_link(path: Path, health_s: float = _HEALTH_S) -> str | None:
+    """Return the page of a run whose manager answers; None if there is none. Raises UserError for one that hangs."""
     from http.client import HTTPException
     from urllib.request import urlopen
 
@@ -83,9 +83,14 @@ def live_link(path: Path) -> str | None:
             "//0.0.0.0:", "//127.0.0.1:"
         )
         if url.startswith("http://"):
-            with urlopen(f"{url}/v1/health", timeout=_HEALTH_S):
+            with urlopen(f"{url}/v1/health", timeout=health_s):
                 pass
         return f"{url}/dash/#token={read_token_file(path / TOKEN_FILES['view'])}"
+    except TimeoutError as error:
+        raise UserError(
+            f"{path}: its manager did not answer within {health_s:.0f} s; try again, or, if the run is over, remove "
+            f"{path / 'manager.json'}: then it is read from its files"
+        ) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, HTTPException, UserError):
         return None
 

@@ -101,7 +101,7 @@ def _gradient(values: Sequence[float]) -> Iterator[Alarm]:
             "gradient spike",
             f"gradient norm {last:.3g}, usually {usual:.3g}",
             "one such update can undo many steps",
-            "look at the step's answers; lower train.grad_clip",
+            "look at the step's answers; lower optimizer.grad_clip",
         )
 
 

@@ -43,8 +43,11 @@ class SampleFilter(NamedTuple):
     text: str = ""
     low: float | None = None
     high: float | None = None
+    fewest: float | None = None
+    """Tokens that the policy wrote."""
+    most: float | None = None
     order: str = "group"
-    """group, best, worst, longest or shortest."""
+    """group, best, worst, longest, shortest, task, outcome or worker."""
 
 
 class Rollouts:
@@ -165,6 +168,8 @@ class Rollouts:
             and (not wanted.worker or any(turn.worker == wanted.worker for turn in one.turns))
             and (wanted.low is None or (one.reward is not None and one.reward >= wanted.low))
             and (wanted.high is None or (one.reward is not None and one.reward <= wanted.high))
+            and (wanted.fewest is None or one.num_drawn >= wanted.fewest)
+            and (wanted.most is None or one.num_drawn <= wanted.most)
             and (not wanted.text or any(wanted.text in self._text_of(tokens) for tokens in one.texts))
         )
 
@@ -178,8 +183,23 @@ class Rollouts:
                 return sorted(samples, key=lambda one: -one.num_drawn)
             case "shortest":
                 return sorted(samples, key=lambda one: one.num_drawn)
+            case "task" | "outcome" | "worker":
+                return sorted(samples, key=lambda one: self._sorted_under(one, order))
             case _:
                 return samples
+
+    def _sorted_under(self, one: KeptSample, order: str) -> str:
+        """Return the word that a list in this order has above the sample."""
+        match order:
+            case "task":
+                planned = self._prompt_of(one)
+                return "" if planned is None else planned.domain
+            case "outcome":
+                return f"{one.finish}, {one.state}"
+            case "worker":
+                return ", ".join(_workers(one))
+            case _:
+                return ""
 
     # Showing
 
@@ -203,7 +223,7 @@ class Rollouts:
             "task": "" if planned is None else planned.domain,
             "domain": None if planned is None else planned.domain_number,
             "prompt_number": None if planned is None else planned.prompt,
-            "workers": list(dict.fromkeys(turn.worker or turn.engine for turn in one.turns)),
+            "workers": _workers(one),
             "versions": sorted({turn.version for turn in one.turns}),
             "prompt_end": self._text_of(prompt[-_PREVIEW_TOKENS:]),
             "answer_begin": begin,
@@ -242,6 +262,11 @@ class Rollouts:
             for part in ends
         )
         return [{**begin, "left_out": left_out}, end]
+
+
+def _workers(one: KeptSample) -> list[str]:
+    """Return who wrote an answer, in the order of its text."""
+    return list(dict.fromkeys(turn.worker or turn.engine for turn in one.turns))
 
 
 def _num_tokens(samples: Sequence[KeptSample]) -> int:

@@ -27,6 +27,8 @@ from polyrl.wire.credentials import token_of
 ROOT = "/dash"
 _TELL_EVERY_S = 1.0
 _MAX_STREAMS = 32
+_STALLED_S = 10.0
+"""How long a page may take nothing of its stream: others want its place."""
 _THREADS = 4
 _MAX_QUERY = 4_096
 _MAX_PAGE = 500
@@ -132,7 +134,8 @@ class DashboardServer:
         run = self._run(request)
         wanted = SampleFilter(
             _text(request, "task"), _text(request, "outcome"), _text(request, "worker"), _text(request, "text"),
-            _number(request, "low"), _number(request, "high"), _text(request, "order") or "group",
+            _number(request, "low"), _number(request, "high"), _number(request, "fewest"), _number(request, "longest"),
+            _text(request, "order") or "group",
         )  # fmt: skip
         step = None if not _text(request, "step") else _integer(request, "step", 0, 0, 1 << 50)
         first, most = _integer(request, "first", 0, 0, 1 << 31), _integer(request, "most", 100, 1, _MAX_PAGE)
@@ -181,7 +184,7 @@ class DashboardServer:
         try:
             await response.prepare(request)
             async for told in self._told(run):
-                await response.write(b"data: " + told + b"\n\n")
+                await write_or_cut(request, response, b"data: " + told + b"\n\n", _STALLED_S)
         except (ConnectionError, asyncio.CancelledError, PolyrlError):
             pass  # the page dials again
         finally:
@@ -192,6 +195,17 @@ class DashboardServer:
         while True:
             yield _encode(await self._in_thread(run.now))
             await asyncio.sleep(_TELL_EVERY_S)
+
+
+async def write_or_cut(request: web.Request, response: web.StreamResponse, data: bytes, within_s: float) -> None:
+    """Write; a reader that takes nothing for so long is cut off. Raises ConnectionResetError then."""
+    try:
+        async with asyncio.timeout(within_s):
+            await response.write(data)
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the page took nothing for {within_s:g} s") from error
 
 
 @contextlib.asynccontextmanager

@@ -66,6 +66,7 @@ class WatchedRun:
         self._recipe: dict[str, Any] = {}
         self._join = ""
         self._answers: tuple[int, list[alarms.Alarm]] = (-1, [])
+        self._reader: threading.Thread | None = None
 
     def start(self) -> None:
         self.follower.start()
@@ -129,20 +130,23 @@ class WatchedRun:
     def _alarms(self, status: Status | None) -> Iterator[alarms.Alarm]:
         yield from alarms.of_metrics({name: self.curves.tail(name, _HISTORY) for name in _ALARMING})
         step = self.curves.steps[-1] if self.curves.steps else -1
-        if step != self._answers[0] and not self.is_simulation:
-            self._answers = step, self._of_answers()
+        if step != self._answers[0] and not self.is_simulation and not (self._reader and self._reader.is_alive()):
+            self._reader = threading.Thread(target=self._of_answers, args=(step,), name="answers", daemon=True)
+            self._reader.start()  # the first texts wait for a tokenizer, for seconds; nothing else has to
         yield from self._answers[1]
         if status is not None:
             local = {life.worker for life in self.follower.lives() if life.local}
             allowed = self._setting("train", "max_staleness") or 1
             yield from alarms.of_fleet(status, local, self.follower.paces(), allowed)
 
-    def _of_answers(self) -> list[alarms.Alarm]:
-        try:
+    def _of_answers(self, step: int) -> None:
+        """Look at the answers of the newest step, for alarms that are told from then on."""
+        found: list[alarms.Alarm] = []
+        with contextlib.suppress(UserError):  # removed meanwhile, or their model's directory was
             samples = self.rollouts.newest()
-        except UserError:  # removed meanwhile
-            return []
-        return [*alarms.of_answers([one.answer for one in samples], [self.rollouts.preview(one) for one in samples])]
+            texts = [self.rollouts.preview(one) for one in samples]
+            found = [*alarms.of_answers([one.answer for one in samples], texts)]
+        self._answers = step, found
 
     def _spent(self, status: Status | None) -> float | None:
         """Return what the run has cost: by the journal, as the ledger does; until it is read, by the manager."""

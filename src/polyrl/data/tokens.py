@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from polyrl.config.model_dir import read_facts
+from polyrl.config.model_dir import read_facts, read_or_nothing
 from polyrl.config.places import check_model_dir
 from polyrl.data.prompts import Messages
 from polyrl.data.rows import DataError
@@ -86,10 +86,40 @@ class ModelTokenizer:
 
     def text(self, answer: Sequence[int]) -> str:
         """Decode an answer, without the tokens that end it."""
-        num = len(answer)
-        while num and answer[num - 1] in self._end_ids:
-            num -= 1
-        return self._decode(list(answer[:num]))
+        return self._decode(_without_end(answer, self._end_ids))
+
+
+def answer_decoder(folder: str) -> Callable[[Sequence[int]], str]:
+    """Return what `ModelTokenizer.text` is, for those who only read: where tokenizer.json says it all, nothing imports
+    transformers, which takes seconds. Raises ConfigError for a directory without a usable tokenizer."""
+    check_tokenizer(folder)
+    said = read_or_nothing(folder, "tokenizer_config.json")
+    backend = _backend(folder, said)
+    if backend is None:
+        return ModelTokenizer(folder).text
+    end = said.get("eos_token", read_or_nothing(folder, "special_tokens_map.json").get("eos_token"))
+    own_end = backend.token_to_id(str(end.get("content")) if isinstance(end, dict) else str(end))
+    end_ids = read_facts(folder).known_end_ids | (frozenset() if own_end is None else {own_end})
+    return lambda answer: backend.decode(_without_end(answer, end_ids), skip_special_tokens=False)
+
+
+def _backend(folder: str, said: Mapping[str, Any]) -> Any:
+    """Return what tokenizer.json describes; None where it cannot be read, or lacks tokens that are added elsewhere."""
+    from tokenizers import Tokenizer
+
+    try:
+        found = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+        added = [found.id_to_token(int(number)) for number in said.get("added_tokens_decoder", {})]
+    except Exception:  # noqa: BLE001  tokenizers raises Exception itself; transformers says what is wrong, or can read it
+        return None
+    return None if None in added else found
+
+
+def _without_end(answer: Sequence[int], end_ids: frozenset[int]) -> list[int]:
+    num = len(answer)
+    while num and answer[num - 1] in end_ids:
+        num -= 1
+    return list(answer[:num])
 
 
 def check_same_tokens(path: str, other: str, key: str) -> None:
@@ -120,15 +150,20 @@ def _has_tokenizer(folder: str) -> bool:
     return any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
+def check_tokenizer(folder: str, key: str = _KEY) -> None:
+    """Check that a model's directory has a tokenizer, without loading it. Raises ConfigError."""
+    check_model_dir(folder, key)
+    if not _has_tokenizer(folder):
+        raise ConfigError(f"{key}: {folder}: no tokenizer there; expected tokenizer.json beside the weights")
+
+
 def _load(folder: str, key: str = _KEY) -> Any:
+    check_tokenizer(folder, key)
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    check_model_dir(folder, key)
-    if not _has_tokenizer(folder):
-        raise ConfigError(f"{key}: {folder}: no tokenizer there; expected tokenizer.json beside the weights")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds of errors here

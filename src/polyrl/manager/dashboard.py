@@ -32,7 +32,8 @@ from polyrl.parent import end_with_parent
 _TELL_EVERY_S = 2.0
 _REST_S = 120.0
 """How long the process is kept when nobody asks."""
-_READY_S = 30.0
+_READY_S = 120.0
+"""Python's own start and imports, on a machine whose cores all train."""
 _MAX_REQUESTS = 64
 _STALLED_S = 60.0
 """How long a browser may take nothing of what is sent to it."""

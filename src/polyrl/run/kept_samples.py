@@ -8,6 +8,7 @@ written. A group in a step's file is not read from the journal as well. No proce
 be read in the same way.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from polyrl.config import load_toml
-from polyrl.data.tokens import ModelTokenizer
+from polyrl.data.tokens import answer_decoder, check_tokenizer
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import GroupId, SampleId, group_of, show_sample
 from polyrl.journal.files import find_begun, open_journal
@@ -47,14 +48,24 @@ def recipe_of(run_dir: Path) -> dict[str, Any]:
 def text_decoder(run_dir: Path, folder: str | None = None) -> Texts:
     """Return a decoder, of `folder` or else the run's recipe; without either it shows tokens as numbers.
 
-    Raises UserError for a directory without a tokenizer.
+    The tokenizer is loaded when a first text is asked for: it may take seconds, and a run can be looked at without.
+    The decoder raises UserError for a directory without a tokenizer; of `folder`, so does this.
     """
-    if folder is None:
+    if folder is not None:
+        check_tokenizer(folder, "--tokenizer")
+    else:
         folder = recipe_of(run_dir).get("model", {}).get("path")
     if folder is None:
         return lambda tokens: " ".join(map(str, tokens))
-    tokenizer = ModelTokenizer(folder)
-    return lambda tokens: tokenizer.text(list(tokens))
+    lock, loaded, path = threading.Lock(), list[Texts](), folder
+
+    def text_of(tokens: Sequence[int]) -> str:
+        with lock:
+            if not loaded:
+                loaded.append(answer_decoder(path))
+        return loaded[0](tokens)
+
+    return text_of
 
 
 class KeptSpan(NamedTuple):

@@ -103,12 +103,15 @@ async function start() {
   const prefers = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   document.documentElement.dataset.theme = localStorage.getItem("polyrl-theme") ?? prefers;
   takeToken();
-  try {
-    state.runs = await get("runs");
-  } catch (error) {
-    if (error instanceof Unauthorized) { askForToken(); return; }
-    place.replaceChildren(h("p", { class: "error" }, String(error.message)));
-    return;
+  place.replaceChildren(h("p", { class: "quiet", role: "status" }, "The page's process is starting; on a machine that trains, this takes a while …"));
+  while (!state.runs.length) {
+    try {
+      state.runs = await get("runs");
+    } catch (error) {
+      lost(error);
+      if (error instanceof Unauthorized) return;
+      await new Promise((resolve) => setTimeout(resolve, 2000));
+    }
   }
   const select = document.getElementById("run");
   select.replaceChildren(...state.runs.map((run, place) => h("option", { value: String(place) }, run.name)));

@@ -5,7 +5,8 @@ import { diff } from "./diff.js";
 import { h, number, plain, shown } from "./dom.js";
 
 const PAGE = 200;
-const ORDERS = { group: "by group", best: "highest reward", worst: "lowest reward", longest: "longest", shortest: "shortest" };
+const ORDERS = { group: "by group", best: "highest reward", worst: "lowest reward", longest: "longest", shortest: "shortest", task: "by task", outcome: "by outcome", worker: "by worker" };
+const ABOVE = { task: (row) => row.task || "no task", outcome: (row) => `${row.finish}, ${row.state}`, worker: (row) => row.workers.join(", ") }; // what stands above a part of the list
 const COLOURING = { logprob: "log-probability", version: "weight version", worker: "worker", none: "no colour" };
 
 export function open(place, state) {
@@ -16,10 +17,12 @@ export function open(place, state) {
     worker: h("select", { "aria-label": "Worker" }),
     low: h("input", { type: "number", step: "any", "aria-label": "Lowest reward" }),
     high: h("input", { type: "number", step: "any", "aria-label": "Highest reward" }),
+    fewest: h("input", { type: "number", min: "0", "aria-label": "Fewest tokens" }),
+    longest: h("input", { type: "number", min: "0", "aria-label": "Most tokens" }),
     text: h("input", { type: "search", "aria-label": "Text in prompt or answer", placeholder: "text" }),
     order: select(ORDERS, "Order"),
   };
-  const titles = { step: "step", task: "task", outcome: "outcome", worker: "worker", low: "reward from", high: "to", text: "contains", order: "order" };
+  const titles = { step: "step", task: "task", outcome: "outcome", worker: "worker", low: "reward from", high: "to", fewest: "tokens from", longest: "to", text: "contains", order: "order" };
   const earlier = h("button", { type: "button", onclick: () => move(-1) }, "‹ earlier step");
   const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
   const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later);
@@ -70,7 +73,11 @@ export function open(place, state) {
     const nodes = [];
     let group = null;
     for (const row of rows) {
-      const of = row.name.split("/")[0];
+      const of = row.name.split("/")[0], above = ABOVE[fields.order.value]?.(row);
+      if (above !== undefined && above !== group) {
+        group = above;
+        nodes.push(h("div", { class: "group" }, shown(above)));
+      }
       if (fields.order.value === "group" && of !== group) {
         group = of;
         const asked = row.prompt_number === null ? "" : ` · prompt ${row.prompt_number}${row.task ? ` of ${row.task}` : ""}`;
