@@ -7,7 +7,6 @@ import pytest
 from polyrl.rewards import math_answers
 from polyrl.rewards.reward import RewardInput, RewardTimedOut
 
-# Three of these are right and score 0: math-verify reads an inequality as an interval in the expected answer alone.
 CASES = [
     (r"<think>maybe \boxed{3}</think> so \boxed{4}", "4", 1),
     (r"<think>\boxed{4}</think> \boxed{3}", "4", 0),
@@ -73,9 +72,12 @@ CASES = [
     (r"\boxed{(1,2]}", "(1,2]", 1),
     (r"\boxed{(-\infty,3)}", r"(-\infty, 3)", 1),
     (r"\boxed{(-\infty,1)\cup(2,\infty)}", r"(2,\infty)\cup(-\infty,1)", 1),
-    (r"\boxed{x<3}", r"(-\infty,3)", 0),
-    (r"\boxed{x \ge 2}", r"[2,\infty)", 0),
-    (r"\boxed{1 < x < 2}", "(1,2)", 0),
+    (r"\boxed{x<3}", r"(-\infty,3)", 1),
+    (r"\boxed{x\le3}", r"(-\infty,3)", 0),
+    (r"\boxed{x \ge 2}", r"[2,\infty)", 1),
+    (r"\boxed{1 < x < 2}", "(1,2)", 1),
+    (r"\boxed{1 < x < 3}", "(1,2)", 0),
+    (r"\boxed{[2,\infty)}", r"x \ge 2", 1),
     (r"\boxed{x \in [1,2]}", "[1,2]", 1),
     (r"\boxed{\emptyset}", r"\emptyset", 1),
     (r"\boxed{(\frac12, 3)}", "(0.5,3)", 1),

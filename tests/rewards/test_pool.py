@@ -278,16 +278,18 @@ def test_a_function_that_closes_the_line_fails_by_itself():
 
 def test_secrets_of_the_environment_are_withheld_unless_the_recipe_names_them(monkeypatch: pytest.MonkeyPatch):
     names = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "OPENAI_API_KEY"]
-    for name in (*names, "TOKENIZERS_PARALLELISM"):
+    for name in (*names, "TOKENIZERS_PARALLELISM", "MYSQL_PWD", "SENTRY_DSN", "SLACK_WEBHOOK_URL"):
         monkeypatch.setenv(name, "x")
+    for name, value in (("HTTP_PROXY", "http://proxy:3128"), ("DATABASE_URL", "postgres://me:hidden@10.0.0.5/rows")):
+        monkeypatch.setenv(name, value)
 
     async def body(pool: RewardPool) -> list[float]:
-        return [
-            await score(pool, "the_environment", given(name)) for name in (*names, "TOKENIZERS_PARALLELISM", "PATH")
-        ]
+        fine, not_fine = ("TOKENIZERS_PARALLELISM", "PATH", "HTTP_PROXY"), ("MYSQL_PWD", "SENTRY_DSN", "DATABASE_URL")
+        tried = (*names, *fine, *not_fine, "SLACK_WEBHOOK_URL")
+        return [await score(pool, "the_environment", given(name)) for name in tried]
 
     kept = Surroundings(environment=("OPENAI_API_KEY",))
-    assert with_pool(body, surroundings=kept) == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    assert with_pool(body, surroundings=kept) == [0.0] * 4 + [1.0] * 4 + [0.0] * 4
 
 
 def test_a_function_that_misses_a_withheld_variable_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@ worker is lost. The test says what the manager would say."""
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from polyrl.rewards.line import RewardCall
 from polyrl.rewards.messages import RewardScored
 from polyrl.rewards.pool import MAX_LOSSES, RewardPool
 from polyrl.rewards.remote import places, travel
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut, RewardUnavailable
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardStops, RewardTimedOut, RewardUnavailable
 from polyrl.run.event_loop import run_loop
 from polyrl.wire import reward_frames as r
 
@@ -378,5 +379,42 @@ def test_a_row_that_is_no_plain_data_fails_and_its_place_is_free_again():
         await settle()
         manager.score("a", manager.jobs("a")[0])
         assert (await task).score == 1.0
+
+    with_manager(body)
+
+
+@pytest.mark.parametrize("lie", ["repeated", "too many"])
+def test_a_worker_that_hands_back_more_than_it_had_is_accused_and_many_numbers_take_no_time(lie: str):
+    async def body(manager: Manager) -> None:
+        manager.seat("a")
+        for _ in range(1100):
+            task = ask(manager)
+            await settle()
+            manager.score("a", manager.jobs("a")[-1])
+            await task
+        last = manager.jobs("a")[-1].job
+        began = time.process_time()
+        manager.remote.hear("a", "life of a", r.JobsReturned(tuple(range(last - 1000, last + 1))))
+        assert time.process_time() - began < 0.1 and not manager.accused()
+        wrong = (last,) * 4096 if lie == "repeated" else tuple(range(last - 4095, last + 1))
+        manager.remote.hear("a", "life of a", r.JobsReturned(wrong))
+        assert time.process_time() - began < 0.1
+        assert manager.accused() == [("a", "it handed back more jobs than it was given")]
+
+    with_manager(body)
+
+
+def test_a_worker_that_cannot_score_is_sent_away_and_the_run_goes_on_with_others():
+    async def body(manager: Manager) -> None:
+        manager.seat("a")
+        task = ask(manager)
+        await settle()
+        manager.answer("a", manager.jobs("a")[0].job, travel.pack_failure(RewardStops("no key here")))
+        await settle()
+        assert manager.accused() == [("a", "it cannot score: no key here")] and not task.done()
+        manager.seat("b")
+        await settle()
+        manager.score("b", manager.jobs("b")[0], 0.5)
+        assert (await task).score == 0.5
 
     with_manager(body)

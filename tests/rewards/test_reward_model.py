@@ -383,10 +383,12 @@ def test_sglang_classifies_a_text():
         Act(raw=b'{"data": []}'),
         Act(raw=b'{"data": [{"probs": []}]}'),
         Act(raw=b'{"data": [{"probs": ["much"]}]}'),
+        Act(raw=b'{"data": [{"probs": ["nan"]}]}'),
+        Act(raw=b'{"data": [{"score": 1' + b"0" * 400 + b"}]}"),
         Act(raw=b"[]"),
         Act(after_s=0.6),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_a_server_that_fails_is_asked_again_and_then_there_is_no_reward(fault: Act):
     with stand_in([fault, vllm([2.0])]) as service:

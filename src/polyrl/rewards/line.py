@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -58,8 +58,11 @@ _MAX_LOG_BYTES = 16 << 20
 _LOOK_EVERY = 64
 """The number of answers of a process after which the size of its log is checked again."""
 _SECRET = re.compile(
-    r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|COOKIE|_KEY$|_PAT$", re.I
+    r"TOKEN(?!IZ)|SECRET|PASSW|_PWD$|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|COOKIE|_KEY$|_PAT$|WEBHOOK"
+    r"|CONNECTION_?STRING|_DSN$",
+    re.I,
 )
+_PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 class Surroundings(NamedTuple):
@@ -78,8 +81,10 @@ class Surroundings(NamedTuple):
     start_s: float = START_TIMEOUT_S
     """The time for a process to start, to import a function and to start its object."""
 
-    def withheld(self, variables: Iterable[str]) -> list[str]:
-        return [one for one in variables if _SECRET.search(one) and one not in self.environment]
+    def withheld(self, variables: Mapping[str, str]) -> list[str]:
+        """Return the variables that look like secrets, by their names, or by an address with a password."""
+        looks = [one for one, value in variables.items() if _SECRET.search(one) or _PASSWORD_IN_ADDRESS.search(value)]
+        return [one for one in looks if one not in self.environment]
 
     @contextlib.contextmanager
     def start_words(self, line: int) -> "Iterator[StartWords]":

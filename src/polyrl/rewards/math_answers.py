@@ -47,7 +47,8 @@ def score(given: RewardInput, *, limit_s: float = 5.0) -> float:
             answer = parse(said, parsing_timeout=None)  # type: ignore[arg-type]  none is what turns it off
             if not answer:
                 return 0.0
-            return 1.0 if verify(expected, answer, timeout_seconds=None, raise_on_error=True) else 0.0
+            how: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True}
+            return float(verify(expected, answer, allow_set_relation_comp=True, **how))  # x < 3 is an interval, too
     except _TooLong:
         raise RewardTimedOut(f"the answer could not be compared in {limit_s:g} s of CPU time") from None
 

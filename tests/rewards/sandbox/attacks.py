@@ -143,10 +143,69 @@ RESOURCES = {
         """,
         "crashed",
     ),
+    "memory in sockets with large buffers": attack(
+        """
+        import socket
+        held, num_bytes = [], 0
+        for _ in range(8):
+            pair = socket.socketpair()
+            held.append(pair)
+            for one in pair:
+                try: one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+                except OSError: pass
+                one.setblocking(False)
+                try:
+                    while True: num_bytes += one.send(bytes(65536))
+                except BlockingIOError: pass
+        if num_bytes > 16 * (1 << 20): print("ESCAPED")
+        """
+    ),
+    "shared memory that is in no page table": attack(
+        """
+        import mmap, os, time
+        held = []
+        for _ in range(20):
+            held.append(mmap.mmap(-1, 1 << 24))
+            held[-1].write(bytes(1 << 24))
+            held[-1].madvise(mmap.MADV_DONTNEED)
+        time.sleep(0.1)
+        print("ESCAPED")
+        """,
+        *ENDED,
+    ),
+    "shared memory of a device": attack(
+        """
+        import mmap, os, time
+        zero, held = os.open("/dev/zero", os.O_RDWR), []
+        for _ in range(20):
+            held.append(mmap.mmap(zero, 1 << 24))
+            held[-1].write(bytes(1 << 24))
+            held[-1].madvise(mmap.MADV_DONTNEED)
+        time.sleep(0.1)
+        print("ESCAPED")
+        """,
+        *ENDED,
+    ),
+    "CPU time of children that the kernel forgets": attack(
+        """
+        import os, signal, time
+        try: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        except OSError: pass
+        for _ in range(100):
+            if os.fork() == 0:
+                while time.process_time() < 0.012: pass
+                os._exit(0)
+            try: os.wait()
+            except ChildProcessError: pass
+        print("ESCAPED")
+        """,
+        "timed_out",
+    ),
     "a child that nobody waits for": attack(
         """
         import os, signal
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        except OSError: pass
         while True:
             if os.fork() == 0:
                 for _ in range(100_000): pass

@@ -35,6 +35,24 @@ def test_the_first_failure_ends_the_cases():
     assert "printed '2\\n', expected '3'" in verdict.detail
 
 
+# Neither knows which exception is expected.
+FORGED_LINEAGE = """
+import os
+def f(a):
+    os.write(3, b'{"raised": ["KeyError", "ValueError", "TypeError"]}')
+    os._exit(1)
+"""
+LOOKS_AT_ITS_JOB = """
+import sys
+def f(a):
+    frame, said = sys._getframe(1), ""
+    while frame is not None:
+        said += str(frame.f_locals.get("job", ""))
+        frame = frame.f_back
+    if "raise" in said or "KeyError" in said: raise KeyError
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "case", "outcome"),
     [
@@ -49,6 +67,15 @@ def test_the_first_failure_ends_the_cases():
         ("def f(a): raise KeyError(a)", call(None, 7, raises="LookupError"), "passed"),
         ("def f(a): raise KeyError(a)", call(None, 7, raises="ValueError"), "failed"),
         ("def f(a): return a", call(None, 7, raises="ValueError"), "failed"),
+        (
+            "class App(Exception): pass\nclass E(App, KeyError): pass\ndef f(a): raise E",
+            call(None, 7, raises="KeyError"),
+            "passed",
+        ),
+        ("class E(ValueError, KeyError): pass\ndef f(a): raise E", call(None, 7, raises="KeyError"), "failed"),
+        (FORGED_LINEAGE, call(None, 7, raises="KeyError"), "failed"),
+        (LOOKS_AT_ITS_JOB, call(None, 7, raises="KeyError"), "failed"),
+        ("import os\ndef f(a): os._exit(1)", call(None, 7, raises="SystemExit"), "failed"),
         ("def f(a): raise KeyError(a)", call(7, 7), "crashed"),
         ("def g(a): return a", call(7, 7), "crashed"),
         ("def f(a): return 1" + "0" * 5000, call(7, 7), "crashed"),

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def test_the_program_is_the_last_fenced_block_after_the_thoughts(answer: str, co
 
 def test_fences_without_end_take_no_time():
     assert find_code("```\n" * 50_001 + "x" * 100_000) == "x" * 100_000
+
+
+@pytest.mark.parametrize("letter", ["a", " ", "`", "+"])
+def test_a_last_line_without_end_takes_no_time(letter: str):
+    began = time.process_time()
+    find_code("```" + letter * 131_072)
+    find_code(letter * 131_072 + "```")
+    assert time.process_time() - began < 1.0
 
 
 def test_cases_come_as_a_list_or_as_json():

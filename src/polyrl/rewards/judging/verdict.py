@@ -7,7 +7,6 @@ quotes before it, `{"score": 10}` from a hostile answer for example, is not look
 Left out: a judge that believes a hostile answer, and says what that answer asks for. No parser can see that.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -98,7 +97,7 @@ def read_verdict(reply: str, lowest: float, highest: float) -> float:
     score = found["score"]
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise NoVerdict(f"its `score` is {type(score).__name__}, expected a number")
-    return within(float(score), lowest, highest)
+    return within(score, lowest, highest)
 
 
 def read_pattern(reply: str, pattern: "re.Pattern[str]", lowest: float, highest: float) -> float:
@@ -114,9 +113,9 @@ def read_pattern(reply: str, pattern: "re.Pattern[str]", lowest: float, highest:
 
 
 def within(score: float, lowest: float, highest: float) -> float:
-    if not (math.isfinite(score) and lowest <= score <= highest):
-        raise NoVerdict(f"its score is {score:g}, expected one from {lowest:g} to {highest:g}")
-    return score
+    if not lowest <= score <= highest:  # NaN is not, and a whole number may be too large for a float
+        raise NoVerdict(f"its score is out of range, expected one from {lowest:g} to {highest:g}")
+    return float(score)
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -52,11 +52,20 @@ def read_score(args: RewardModelArgs, reply: Any) -> float:
         else:
             first = reply["data"][0]
             logits = [first["score"]] if "score" in first else first["probs"]
-        numbers = [math.nan if one is None else float(one) for one in logits]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        numbers = [_number(one) for one in logits]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise TryAgain("a reply without scores") from error
     if not numbers:
         raise TryAgain("a reply without scores")
     if len(numbers) > 1 and args.label == "":
         raise RewardFailed(f"args.label: missing; the model has {len(numbers)} labels")
     return to_score(numbers, int(args.label or 0), sigmoid=args.sigmoid)
+
+
+def _number(said: Any) -> float:
+    """Raises TypeError, and OverflowError for a whole number that is too large."""
+    if said is None:
+        return math.nan
+    if isinstance(said, bool) or not isinstance(said, int | float):
+        raise TypeError(f"{type(said).__name__}, expected a number")
+    return float(said)

@@ -15,13 +15,14 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from msgspec.structs import replace
 
 from polyrl.errors import plain, shorten
 from polyrl.rewards.line import START_TIMEOUT_S, RewardCall, ScoredReply
 from polyrl.rewards.remote.travel import BadResult, pack_call, read_result
+from polyrl.rewards.reward import RewardStops
 from polyrl.wire.reward_frames import (
     MAX_JOB_BYTES,
     MAX_PLACES,
@@ -77,7 +78,7 @@ class _RemoteWorker:
     def __init__(self, seat: RewardSeat) -> None:
         self.seat = seat
         self.jobs: dict[int, _Job] = {}
-        self.past: deque[int] = deque(maxlen=_PAST_KEPT)
+        self._past: OrderedDict[int, None] = OrderedDict()
         """The numbers of jobs that it had: their results may come twice."""
         self.num_reserved = 0
         self.num_results = 0
@@ -87,6 +88,16 @@ class _RemoteWorker:
     @property
     def key(self) -> SeatKey:
         return self.seat.worker, self.seat.life
+
+    def forget(self, number: int) -> None:
+        """A job is not this worker's any more."""
+        self._past[number] = None
+        if len(self._past) > _PAST_KEPT:
+            self._past.popitem(last=False)
+
+    @property
+    def past(self) -> Collection[int]:
+        return self._past.keys()
 
     @property
     def num_usable(self) -> int:
@@ -124,7 +135,7 @@ class RemotePlace:
         if job is None:
             worker.num_reserved -= 1
         elif worker.jobs.pop(job.number, None) is not None:
-            worker.past.append(job.number)
+            worker.forget(job.number)
 
 
 class RemotePlaces:
@@ -134,7 +145,7 @@ class RemotePlaces:
         self._changed, self._start_s = changed, start_s
         self._workers: dict[SeatKey, _RemoteWorker] = {}
         self._accused: deque[SeatKey] = deque(maxlen=_LIVES_KEPT)
-        self._lost: OrderedDict[SeatKey, deque[int]] = OrderedDict()
+        self._lost: OrderedDict[SeatKey, Collection[int]] = OrderedDict()
         """The jobs that workers had when they were given up: those that come back may still have scored them."""
         self._send: Send | None = None
         self._settled_at = 0.0
@@ -231,7 +242,8 @@ class RemotePlaces:
         worker = self._workers.get(key)
         if worker is None:
             worker = self._workers[key] = _RemoteWorker(seat)
-            worker.past.extend(self._lost.pop(key, ()))
+            for number in self._lost.pop(key, ()):
+                worker.forget(number)
             self._has_seen_any = True
         before, worker.seat, worker.is_missing = worker.seat.connection, seat, False
         if seat.connection and seat.connection != before:
@@ -244,6 +256,9 @@ class RemotePlaces:
         if worker is None:
             return
         numbers = (said.job,) if isinstance(said, JobDone) else said.jobs
+        if len(set(numbers)) < len(numbers) or len(numbers) > len(worker.jobs) + _PAST_KEPT:
+            self._accuse(worker, "it handed back more jobs than it was given", is_suspect=False)
+            return
         for number in numbers:
             job = worker.jobs.get(number)
             if job is not None and isinstance(said, JobDone):
@@ -280,6 +295,9 @@ class RemotePlaces:
         except BadResult as error:
             self._accuse(worker, f"it sent {error}", is_suspect=False)
             return
+        if isinstance(found, RewardStops):  # another machine may be able to
+            self._accuse(worker, f"it cannot score: {found}", is_suspect=False)
+            return
         self._close(worker, job)
         worker.num_results += 1
         self._num_scored += 1
@@ -297,7 +315,7 @@ class RemotePlaces:
 
     def _close(self, worker: _RemoteWorker, job: _Job) -> None:
         del worker.jobs[job.number]
-        worker.past.append(job.number)
+        worker.forget(job.number)
 
     def _accuse(self, worker: _RemoteWorker, why: str, *, is_suspect: bool = True) -> None:
         why = shorten(plain(why))

@@ -5,6 +5,8 @@ same. NaN equals NaN. No comparison takes long, whatever a program returns: dept
 and members of sets and keys are looked up by their text, since a program can choose numbers that all have one hash.
 """
 
+import builtins
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -26,6 +28,17 @@ def same_output(found: bytes, expected: str, how: Literal["lines", "words", "exa
         case "words":
             ours, theirs = expected.split(), text.split()
             return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def is_raised(expected: str, lineage: Sequence[Any]) -> bool:
+    """Whether an exception is of the expected class, by the names of its class and those above, as a program told them.
+
+    A class that derives from exceptions of Python's that do not derive from each other is none of them: it would be
+    what any test expects.
+    """
+    known = [vars(builtins).get(one) for one in lineage if isinstance(one, str)]
+    known = [one for one in known if isinstance(one, type)]
+    return expected in lineage and all(issubclass(one, above) for one, above in itertools.pairwise(known))
 
 
 class FoundSet(NamedTuple):

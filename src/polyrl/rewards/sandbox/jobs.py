@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.errors import plain, shorten
-from polyrl.rewards.sandbox.comparing import read_value, same_output, same_value
+from polyrl.rewards.sandbox.comparing import is_raised, read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import values
 from polyrl.rewards.sandbox.inside.watching import Bounds
 from polyrl.rewards.sandbox.languages import BINARY, Language, compiler, start
@@ -35,6 +35,8 @@ _MAX_BINARY_BYTES = 32 << 20
 _BUSY = 3.0
 """How much longer than its limit a program may take for want of a core, of which it is not guilty."""
 _COMPILE_S, _COMPILE_MEMORY = 10.0, 1 << 30
+_RAISED = 1
+"""The exit code of a program that ended with an exception."""
 
 
 def compile_job(program: Program, language: Language, limits: SandboxLimits) -> SandboxJob:
@@ -64,7 +66,7 @@ def run_job(
             header |= {"mode": "exec" if argv else "script", "argv": argv}
         case CallCase():
             called = {"args": values.encode(case.args), "kwargs": values.encode(case.kwargs)}
-            header |= {"mode": "call", "function": case.function, "may_raise": bool(case.raises), **called}
+            header |= {"mode": "call", "function": case.function, **called}
         case PytestCase():
             header |= {"mode": "tests", "packages": PACKAGES}
             tests = ({"files": [TESTS_FILE]}, [case.source.encode()])
@@ -96,6 +98,8 @@ def refusal(program: Program, language: Language | None, limits: SandboxLimits) 
 def judge(case: Case, job: SandboxJob, result: RunResult) -> CaseVerdict:
     """Decide what a run means for its case."""
     outcome, detail = _ended_badly(job, result)
+    if isinstance(case, CallCase) and case.raises and outcome == "crashed" and _exit_code(result) == _RAISED:
+        outcome = None
     if outcome is None:
         outcome, detail = _compare(case, result)
     return CaseVerdict(outcome, result.cpu_s, result.wall_s, shorten(plain(detail)))
@@ -125,12 +129,16 @@ def _ended_badly(job: SandboxJob, result: RunResult) -> tuple[Outcome | None, st
             return "failed", f"printed more than {job.output_bytes >> 10} KB"
         case _:
             pass
-    code = os.waitstatus_to_exitcode(result.status)
+    code = _exit_code(result)
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and result.cpu_s > bounds.cpu_s):
         return "timed_out", f"more than {bounds.cpu_s:g} s of CPU time"
     if code < 0:
         return "crashed", f"signal {-code}"
     return ("crashed", f"exit code {code}: {_last_line(result.errors)}") if code else (None, "")
+
+
+def _exit_code(result: RunResult) -> int:
+    return os.waitstatus_to_exitcode(result.status) if result.reason == "ended" else 0
 
 
 def _compare(case: Case, result: RunResult) -> tuple[Outcome, str]:
@@ -168,7 +176,7 @@ def _compare_call(case: CallCase, said: bytes) -> tuple[Outcome, str]:
     try:
         told = values.from_bytes(said)
         if isinstance(told, dict) and isinstance(told.get("raised"), list):
-            if case.raises in told["raised"]:
+            if is_raised(case.raises, told["raised"]):
                 return "passed", ""
             return "failed", f"raised {_quote(str(told['raised'][:1]))}, expected {case.raises or 'a value'}"
         if not isinstance(told, dict) or "value" not in told:

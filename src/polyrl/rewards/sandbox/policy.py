@@ -23,7 +23,8 @@ PACKAGES = "/polyrl/packages"
 _INSIDE = "polyrl/rewards/sandbox/inside"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+"""Without `zero`: mapped and shared, it is memory that no limit counts."""
 _PROGRAM_ID, _OUTSIDE_ID = 1000, 65534
 """The program's user inside, and outside if root starts the sandbox: nobody."""
 _NAMESPACES = ("user", "pid", "net", "ipc", "uts")

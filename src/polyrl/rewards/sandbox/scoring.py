@@ -20,7 +20,8 @@ from polyrl.rewards.sandbox.program import CallCase, Case, InputCase, Program, P
 from polyrl.rewards.sandbox.sandbox import Sandbox
 from polyrl.scheduling.core.bounds import Positive
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*+```[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
+"""Possessive, so that a long line without an end costs its length and not the square of it."""
 _THINKING_ENDS = "</think>"
 
 
@@ -99,7 +100,7 @@ def find_code(answer: str) -> str:
     """Return the last fenced block after the answer's thoughts, or all of it if nothing is fenced."""
     said = answer.rpartition(_THINKING_ENDS)[2]
     blocks = _FENCE.findall(said)
-    return blocks[-1][1] if blocks else said
+    return blocks[-1] if blocks else said
 
 
 def read_cases(given: RewardInput, name: str) -> tuple[Case, ...]:

@@ -50,18 +50,21 @@ _NAMESPACES: dict[str, tuple[int | None, int | None]] = {
 """The calls that the zygote needs to set a program's namespaces up, and that the program is refused."""
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _IOCTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29)
-_PRLIMIT, _SETRLIMIT = (302, 261), (160, 164)
+_PRLIMIT, _SETRLIMIT, _SIGACTION = (302, 261), (160, 164), (13, 134)
+_MMAP, _SETSOCKOPT = (9, 222), (54, 208)
 _LAST_KNOWN = 456
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020080
 """All CLONE_NEW* flags of clone(2)."""
 _RLIMIT_CORE = 4
 _AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
+_SIGCHLD, _MAP_SHARED, _MAP_ANONYMOUS = 17, 0x01, 0x20
+_BUFFER_SIZES = {"SO_SNDBUF": 7, "SO_RCVBUF": 8, "SO_SNDBUFFORCE": 32, "SO_RCVBUFFORCE": 33}
 
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _LOAD, _RETURN, _EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT = 0x20, 0x06, 0x15, 0x25, 0x35, 0x45
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _THIRD = 0, 4, 16, 24, 32
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _THIRD, _FOURTH = 0, 4, 16, 24, 32, 40
 """Offsets in the kernel's seccomp_data. Arguments have 64 bits; the lower half comes first on both machines."""
 
 _Instruction = tuple[int, int, int, int]
@@ -89,7 +92,11 @@ def filter_for(*, is_program: bool, machine: str | None = None) -> bytes:
         program += _when(_EQUAL, _CLONE3[index], _ERRNO | _ENOSYS)  # its flags lie in memory, which no filter sees
         program += _argument(_CLONE[index], _FIRST, _when(_ANY_BIT, _NEW_NAMESPACES, _ERRNO | _EPERM))
         program += _argument(_SETRLIMIT[index], _FIRST, _when(_EQUAL, _RLIMIT_CORE, _ERRNO | _EPERM))
-        program += _argument(_PRLIMIT[index], _SECOND, _CORE_IS_SET)
+        program += _argument(_PRLIMIT[index], _SECOND, _sets(_RLIMIT_CORE, _THIRD))
+        program += _argument(_SIGACTION[index], _FIRST, _sets(_SIGCHLD, _SECOND))
+        program += _argument(_MMAP[index], _FOURTH, _SHARED_BY_NOBODY)
+        sizes = [one for number in _BUFFER_SIZES.values() for one in _when(_EQUAL, number, _ERRNO | _EPERM)]
+        program += _argument(_SETSOCKOPT[index], _THIRD, sizes)
     for family in (_SOCKET, _SOCKETPAIR):
         program += _argument(family[index], _FIRST, _unless(_EQUAL, _AF_UNIX, _ERRNO | _EAFNOSUPPORT))
     typing = [*_when(_EQUAL, _TIOCSTI, _ERRNO | _EPERM), *_when(_EQUAL, _TIOCLINUX, _ERRNO | _EPERM)]
@@ -98,15 +105,29 @@ def filter_for(*, is_program: bool, machine: str | None = None) -> bytes:
     return b"".join(struct.pack("<HBBI", *one) for one in program)
 
 
-_CORE_IS_SET: list[_Instruction] = [
-    (_EQUAL, 0, 5, _RLIMIT_CORE),
-    (_LOAD, 0, 0, _THIRD),  # the new limit's address, in two halves; none if the limit is only read
-    (_EQUAL, 0, 2, 0),
-    (_LOAD, 0, 0, _THIRD + 4),
-    (_EQUAL, 1, 0, 0),
+_SHARED_BY_NOBODY: list[_Instruction] = [
+    (_ANY_BIT, 0, 2, _MAP_ANONYMOUS),
+    (_ANY_BIT, 0, 1, _MAP_SHARED),
     (_RETURN, 0, 0, _ERRNO | _EPERM),
 ]
-"""A limit of 1 keeps the machine's core-dump handler, which runs as root outside, from being started; 0 does not."""
+"""Shared memory without a file: /proc does not say how much there is once it is out of a page table."""
+
+
+def _sets(which: int, new: int) -> list[_Instruction]:
+    """Refuse to set one limit, or what is done with one signal. `new` is the argument with the address of the new one,
+    in two halves; it is none where somebody only asks.
+
+    A limit of core dumps of 1 keeps the machine's handler, which runs as root outside, from being started; 0 does not.
+    Of a child whose parent ignores SIGCHLD, the kernel adds the CPU time to nobody's.
+    """
+    return [
+        (_EQUAL, 0, 5, which),
+        (_LOAD, 0, 0, new),
+        (_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, new + 4),
+        (_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, _ERRNO | _EPERM),
+    ]
 
 
 def _when(test: int, value: int, verdict: int) -> list[_Instruction]:

@@ -2,15 +2,24 @@
 
 Memory is what nobody else has to give back: anonymous pages, shared memory and page tables, without files of the
 system. A forked process shares the zygote's pages until it writes; those would be counted for each, so they are
-subtracted. A socket can hold bytes that no process is charged with; each counts as if it were full.
+subtracted. A socket can hold bytes that no process is charged with; each counts as if it were full. Programs cannot
+make its buffers larger, share memory without a file, or have children that nobody waits for (seccomp.py).
 """
 
 import os
+import socket
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_SOCKET_KB = 416
-"""What both directions of a Unix socket hold with the buffers that the kernel gives by default."""
+
+
+def _socket_bytes() -> int:
+    """Return what both directions of a Unix socket hold with the buffers that this machine gives by default."""
+    with socket.socket(socket.AF_UNIX) as one:
+        return 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+_SOCKET_BYTES = _socket_bytes()
 
 
 class TreeUsage(NamedTuple):
@@ -23,7 +32,7 @@ def usage_of_namespace() -> TreeUsage:
     """Count every process of this pid namespace, and of those below it, but process 1 and this one."""
     own = ("1", str(os.getpid()))
     found = _usage([int(name) for name in os.listdir("/proc") if name.isdigit() and name not in own])
-    return found._replace(memory_bytes=found.memory_bytes + (max(0, _num_sockets() - 1) * _SOCKET_KB << 10))
+    return found._replace(memory_bytes=found.memory_bytes + max(0, _num_sockets() - 1) * _SOCKET_BYTES)
 
 
 def usage_of_session(leader: int) -> TreeUsage:
@@ -62,14 +71,18 @@ def _usage(pids: list[int]) -> TreeUsage:
         # utime and stime: of all threads. Children that were waited for are in cutime and cstime.
         cpu_s += sum(int(fields[at]) for at in (11, 12, 13, 14)) / _TICKS
         num += int(fields[17])
-        memory_kb += max(0, _kb(status, b"RssAnon:") - own_kb)
+        memory_kb += max(0, _private_kb(status) - own_kb)
         memory_kb += _kb(status, b"RssShmem:") + _kb(status, b"VmPTE:")
     return TreeUsage(cpu_s, memory_kb << 10, num)
 
 
 def _own_kb() -> int:
     with open("/proc/self/status", "rb") as file:
-        return _kb(file.read(), b"RssAnon:")
+        return _private_kb(file.read())
+
+
+def _private_kb(status: bytes) -> int:
+    return _kb(status, b"RssAnon:") + _kb(status, b"VmSwap:")
 
 
 def _num_sockets() -> int:
