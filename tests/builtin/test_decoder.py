@@ -9,7 +9,6 @@ import torch
 from tests.builtin.tiny_models import FAMILIES, save_tiny
 
 from polyrl.engines.builtin import models, sampling
-from polyrl.engines.builtin.attention import MIN_ROWS
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
 from polyrl.engines.builtin.decoder import Decoder, Matrix, can_pack
 from polyrl.engines.builtin.kv_cache import KvCache
@@ -107,7 +106,7 @@ def test_a_step_that_draws_nothing_leaves_the_output_layer_out(family, tmp_path)
         chunks = desk.batching.plan()
         assert len(desk.runner.run(chunks, desk.wanted(chunks)).tokens) == drawn
         desk.batching.computed(chunks)
-    assert num_rows == [0, MIN_ROWS]
+    assert num_rows == [0, desk.runner._min_rows]
 
 
 def test_a_burst_is_the_steps_it_is_made_of_to_the_last_bit(tmp_path):

@@ -1,9 +1,9 @@
 """On the CPU a sample is the same to the last bit wherever it runs: hundreds of answers, moved at random tokens.
 
 That rests on how the machine's matrix library adds, which no standard promises: a row's product must not depend on the
-rows beside it, once there are MIN_ROWS. The first tests hold the library to it, over shapes from tiny models' to real
+rows beside it, once there are `min_rows`. The first tests hold the library to it, over shapes from tiny models' to real
 ones'. If they fail on a new machine or a new torch, answers still continue with the same random numbers, but one draw
-in thousands turns; attention.py says where the numbers PIECE and MIN_ROWS come from.
+in thousands turns; attention.py says where the numbers PIECE and `min_rows` come from.
 """
 
 import random
@@ -16,7 +16,7 @@ import torch
 from tests.builtin.stage import answers, play
 from tests.builtin.tiny_models import save_tiny
 
-from polyrl.engines.builtin.attention import MIN_ROWS, PIECE
+from polyrl.engines.builtin.attention import MIN_ROWS, PIECE, min_rows
 from polyrl.engines.builtin.decoder import can_pack, pack
 from polyrl.engines.contract import ON, Stage
 
@@ -48,28 +48,29 @@ def test_a_row_times_a_matrix_is_the_same_whatever_the_number_of_rows(times, num
     weight, rows = torch.randn(num_out, num_in), torch.randn(600, num_in)
     product = times(weight)
     whole = product(rows)
-    for num in [*range(MIN_ROWS, 40), 63, 64, 65, 127, 128, 129, 255, 256, 300, 511, 512, 513]:
+    fewest = MIN_ROWS if times is packed else min_rows(num_in)
+    for num in [*range(fewest, 40), 63, 64, 65, 127, 128, 129, 255, 256, 300, 511, 512, 513]:
         first = random.Random(num).randrange(600 - num)
         assert torch.equal(product(rows[first : first + num]), whole[first : first + num]), f"{num} rows"
 
 
-@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+@pytest.mark.parametrize("dim", [16, 32, 64, 96, 128, 256])
 def test_a_query_over_pieces_of_context_is_the_same_whatever_runs_beside_it(dim):
     """Both products of attention: with keys, and of weights with values."""
     torch.manual_seed(dim)
-    draw = random.Random(dim)
+    draw, fewest = random.Random(dim), min_rows(dim)
     keys, values = torch.randn(9, 4 * PIECE, dim), torch.randn(9, PIECE, dim)
     queries, weights = torch.randn(9, 200, dim), torch.rand(9, 200, PIECE)
     for _ in range(60):
-        num_rows, num_pieces, num = draw.randint(MIN_ROWS, 70), draw.randint(1, 4), draw.randint(1, 6)
+        num_rows, num_pieces, num = draw.randint(fewest, 70), draw.randint(1, 4), draw.randint(1, 6)
         row, one = draw.randrange(200 - num_rows), draw.randrange(9 - num)
         its_keys, its_rows = keys[one : one + num, : num_pieces * PIECE], slice(row, row + num_rows)
         scores = torch.bmm(queries[one : one + num, its_rows], its_keys.transpose(1, 2))
-        alone = torch.bmm(queries[one : one + 1, row : row + MIN_ROWS], keys[one : one + 1].transpose(1, 2))
-        assert torch.equal(scores[0, :MIN_ROWS, :PIECE], alone[0, :, :PIECE])
+        alone = torch.bmm(queries[one : one + 1, row : row + fewest], keys[one : one + 1].transpose(1, 2))
+        assert torch.equal(scores[0, :fewest, :PIECE], alone[0, :, :PIECE])
         sums = torch.bmm(weights[one : one + num, its_rows], values[one : one + num])
-        alone = torch.bmm(weights[one : one + 1, row : row + MIN_ROWS], values[one : one + 1])
-        assert torch.equal(sums[0, :MIN_ROWS], alone[0])
+        alone = torch.bmm(weights[one : one + 1, row : row + fewest], values[one : one + 1])
+        assert torch.equal(sums[0, :fewest], alone[0])
 
 
 def jobs_of(num: int) -> list[dict[str, Any]]:

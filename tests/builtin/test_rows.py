@@ -11,11 +11,11 @@ from polyrl.engines.builtin.runner import Runner, round_rows
 
 
 def test_rows_are_made_up_to_few_numbers_and_by_an_eighth_at_most():
-    made_up = [round_rows(num) for num in range(1, 4097)]
+    made_up = [round_rows(num, MIN_ROWS) for num in range(1, 4097)]
     assert all(rows >= MIN_ROWS for rows in made_up)
     assert all(num <= rows <= max(MIN_ROWS, num * 9 / 8) for num, rows in enumerate(made_up, 1))
     assert made_up == sorted(made_up)
-    assert [round_rows(rows) for rows in made_up] == made_up
+    assert [round_rows(rows, MIN_ROWS) for rows in made_up] == made_up
     assert len(set(made_up)) < 80, "oneDNN keeps a compiled product for each of them"
 
 

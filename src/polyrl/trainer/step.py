@@ -171,7 +171,7 @@ class StepAccumulator:
         self._step, self._came = None, []
         num_told = self._added.num_trained_tokens * self._config.epochs
         metrics = mismatch.of_their_own(self._tally.metrics(num_told, self._everyone))
-        metrics |= self._counts()
+        metrics |= self._added.metrics()
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
         metrics["actor/effective_sample_size"] = sum(self._sample_shares) / len(self._sample_shares)
@@ -422,17 +422,6 @@ class StepAccumulator:
         samples = [one.sample for one in ready]
         is_part = by_engine and self._config.has_several_updates
         return mismatch.of_tokens(ours, batch.behaviour_logprobs, samples, self._step, is_part=is_part)
-
-    def _counts(self) -> dict[str, float]:
-        added = self._added
-        return {
-            "token/trained": float(added.num_trained_tokens),
-            "token/through_model": float(added.num_tokens),
-            "sample/trained": float(added.num_samples - added.num_masked),
-            "sample/masked": float(added.num_masked),
-            "group/trained": float(added.num_groups),
-            "perf/micro_batches": float(added.num_packs),
-        }
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

@@ -23,6 +23,16 @@ class Added(NamedTuple):
     def plus(self, other: "Added") -> "Added":
         return Added(*(a + b for a, b in zip(self, other, strict=True)))
 
+    def metrics(self) -> dict[str, float]:
+        return {
+            "token/trained": float(self.num_trained_tokens),
+            "token/through_model": float(self.num_tokens),
+            "sample/trained": float(self.num_samples - self.num_masked),
+            "sample/masked": float(self.num_masked),
+            "group/trained": float(self.num_groups),
+            "perf/micro_batches": float(self.num_packs),
+        }
+
 
 class StepStats(NamedTuple):
     step: int

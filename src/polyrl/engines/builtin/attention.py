@@ -6,7 +6,7 @@ prefilled. Their keys and values go into the cache at `cells`; then each attends
 
 On the CPU a row's result is bitwise the same regardless of the other rows in the step, and of whether the row decodes
 or is prefilled again after a move. For that, only the number of rows of a matrix product varies, and is at least
-MIN_ROWS; sums over a context are done in pieces, in order. The experts of a mixture choose their rows themselves, and
+`min_rows`; sums over a context are done in pieces, in order. The experts of a mixture choose their rows themselves, and
 are not that exact.
 
 packed.py has the attention over a trainer's packs. All other calls use torch's own attention.
@@ -16,6 +16,8 @@ Left out: the CUDA kernels (cuda/kernels.py), and the assignment of cells to sam
 
 import math
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +38,25 @@ GRAIN = 32
 PIECE = 128
 """Sums over a context are added piece by piece. MKL adds about 190 products in order, and more in blocks."""
 MIN_ROWS = 4
-"""With fewer, MKL multiplies a row by itself, and adds in another order."""
+"""With fewer, a matrix library multiplies a row by itself, and adds in another order."""
+_MIN_ROWS_ON_INTEL, _FEW_INPUTS = 16, 64
+
+
+@cache
+def _is_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def min_rows(num_in: int) -> int:
+    """Return the rows that torch's product needs, so that each is as with any more; `num_in` numbers are summed.
+
+    MKL has kernels of its own for few rows, on Intel's processors up to 15 where sums are long
+    (tests/builtin/test_exactness.py).
+    """
+    return _MIN_ROWS_ON_INTEL if num_in > _FEW_INPUTS and _is_intel() else MIN_ROWS
 
 
 class Rows(NamedTuple):
@@ -241,12 +261,12 @@ def _attend(
     num_rows = part.per_context * group
     apart = (part.num_contexts, part.per_context, num_kv, group, dim)
     together = (num_kv, part.num_contexts, part.per_context, group, dim)
-    query = queries.new_zeros((len(keys), max(MIN_ROWS, num_rows), dim))
+    query = queries.new_zeros((len(keys), max(min_rows(dim), num_rows), dim))
     query[:, :num_rows].view(together).copy_(queries.view(apart).permute(2, 0, 1, 3, 4))
     scores = torch.bmm(query, keys.transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    hide(scores.view(num_kv, part.num_contexts, -1, part.padded), _mask(part, window, group, scores.dtype))
+    hide(scores.view(num_kv, part.num_contexts, -1, part.padded), _mask(part, window, group, query))
     weighed = _weigh(torch.softmax(scores, -1), values)[:, :num_rows]
     out.view(apart).copy_(weighed.view(together).permute(1, 2, 0, 3, 4))
 
@@ -259,7 +279,7 @@ def _hide_whatever(scores: Tensor, mask: Tensor) -> None:
     scores.masked_fill_(mask < 0, float("-inf"))
 
 
-def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+def _mask(part: Rows, window: int | None, group: int, query: Tensor) -> Tensor:
     """(contexts, rows of a query or 1, padded): minus infinity where a row does not look."""
     mask = part.masks.get(window)
     if mask is None:
@@ -267,11 +287,11 @@ def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Ten
         hidden = positions > part.last
         if window is not None:
             hidden |= positions <= part.last - window
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
         mask = mask.view(part.num_contexts, part.per_context, part.padded)
         if part.per_context > 1:
             mask = mask.repeat_interleave(group, 1)
-            mask = pad(mask, (0, 0, 0, max(0, MIN_ROWS - mask.shape[1])))
+            mask = pad(mask, (0, 0, 0, query.shape[1] - mask.shape[1]))
         part.masks[window] = mask
     return mask
 

@@ -4,7 +4,7 @@ larger operations than its modules take. On a small model the modules cost more 
 Products that share their input are one, and their matrices are copies that oneDNN has packed: two to three times faster
 for a few rows. Where a norm, a scale or a bias can be multiplied into a matrix, it is. The two numbers that a position
 turns lie side by side in our queries and keys, as one complex number. Results for a row do not depend on the other
-rows, if there are at least attention.MIN_ROWS (tests/builtin/test_exactness.py).
+rows, if there are at least MIN_ROWS; oneDNN needs no more on any processor (tests/builtin/test_exactness.py).
 
 Rules it keeps:
 - The parameters are neither changed nor moved. The copies are made and dropped as a whole (`pack`, `drop`), and are

@@ -2,7 +2,7 @@
 
 The tokens of all chunks travel as one flat row, without padding: one token of each decoding sample first, those with
 the longest contexts before the others, then the prefilled chunks. Only rows whose next token is wanted go through the
-output layer. Rows are made up to one of few numbers (`round_rows`), at least attention.MIN_ROWS, so that a sample alone
+output layer. Rows are made up to one of few numbers (`round_rows`), at least attention.min_rows, so that a sample alone
 is computed as it is in a crowd. Plain decoders run as decoder.py writes them out, others through their own modules.
 
 While all that run only decode, several steps follow each other without a look at what they brought: a *burst*, over
@@ -19,7 +19,16 @@ import numpy as np
 import torch
 
 from polyrl.engines.builtin import sampling
-from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, AttentionStep, PagedKeysAndValues, PagedStep, Rows, go_on
+from polyrl.engines.builtin.attention import (
+    GRAIN,
+    MIN_ROWS,
+    AttentionStep,
+    PagedKeysAndValues,
+    PagedStep,
+    Rows,
+    go_on,
+    min_rows,
+)
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
@@ -53,6 +62,8 @@ class Runner:
         """A mask of four dimensions is passed on as it is; ours is never looked at."""
         self._decoder = Decoder.find(loaded.model)
         """None: the model runs through its own modules."""
+        longest_sum = max(one.shape[-1] for one in loaded.model.parameters())
+        self._min_rows = min_rows(longest_sum) if self._decoder is None else MIN_ROWS
         self.wake()
 
     def wake(self) -> None:
@@ -207,7 +218,7 @@ class Runner:
 
     def _made_up(self, numbers: Numbers, value: int = 0) -> torch.Tensor:
         """Pad the last dimension to a number of rows that `round_rows` allows."""
-        missing = round_rows(numbers.shape[-1]) - numbers.shape[-1]
+        missing = round_rows(numbers.shape[-1], self._min_rows) - numbers.shape[-1]
         if missing > 0:
             numbers = np.pad(numbers, [*[(0, 0)] * (numbers.ndim - 1), (0, missing)], constant_values=value)
         return torch.from_numpy(numbers)
@@ -283,12 +294,12 @@ class Runner:
         return torch.from_numpy((heads + table).reshape(-1))
 
 
-def round_rows(num: int) -> int:
+def round_rows(num: int, at_least: int) -> int:
     """Up, by an eighth at most: oneDNN compiles and keeps each product for every number of rows that it has seen, which
-    was half a gigabyte after a few hundred rounds of a model of 90,000 parameters. No fewer than MIN_ROWS.
+    was half a gigabyte after a few hundred rounds of a model of 90,000 parameters.
     """
     grain = 1 << max(0, num.bit_length() - 4)
-    return max(MIN_ROWS, -(-num // grain) * grain)
+    return max(at_least, -(-num // grain) * grain)
 
 
 class _Decoding(NamedTuple):

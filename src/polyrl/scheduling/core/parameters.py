@@ -67,7 +67,7 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where samples go, and when they move; docs/concepts/routing.md and migration.md."""
+    """Where samples go, and when they move; docs/concepts/routing.md."""
 
     prefix_imbalance: NotNegative = 0.1
     """How much more loaded, as a share of its slots, a worker may be and still get a sample for its cached prompt."""
