@@ -1,41 +1,44 @@
-"""What the suite asks of a trainer. Another trainer takes part with a class of these methods."""
+"""What the suite asks of a trainer. Another trainer takes part with a class of these methods.
+
+Nothing is needed but Python; a sequence may be a plain pair.
+"""
 
 import tomllib
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Protocol
-
-from msgspec import Struct, convert
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 FIXED_TOKENS = 100
 """The divisor of aggregation `fixed`."""
 
 
-class CaseCall(Struct, frozen=True):
+class CaseCall(NamedTuple):
     saw: list[int]
     drew: list[int]
     finish: str = "stop"
 
 
-class CaseSequence(Struct, frozen=True):
+class CaseSequence(NamedTuple):
     tokens: list[int]
     trained: str
     """A 1 for each token that is trained, a 0 for context."""
 
 
-class CaseEpisode(Struct, frozen=True):
+class CaseEpisode(NamedTuple):
     calls: list[CaseCall]
     reward: float = 0.0
     group: int = 0
     failed: bool = False
     """It ended without a reward, for a reason that the policy cannot have caused."""
     sequences: list[CaseSequence] | None = None
-    advantages: dict[str, float] = {}
-    weights: dict[str, str] = {}
+    advantages: Mapping[str, float] = MappingProxyType({})
+    weights: Mapping[str, str] = MappingProxyType({})
     """For each aggregation, what the loss of each of its drawn tokens is multiplied with, all in all."""
 
 
-class Case(Struct, frozen=True):
+class Case(NamedTuple):
     name: str
     bug: str
     wrong: str
@@ -65,8 +68,14 @@ class ConformingTrainer(Protocol):
 
 
 def read_cases() -> list[Case]:
-    found = tomllib.loads((Path(__file__).parent / "cases.toml").read_text())
-    return convert(found["case"], list[Case])
+    found = tomllib.loads((Path(__file__).parent / "cases.toml").read_text(encoding="utf-8"))
+    return [Case(**{**case, "episodes": [_episode(each) for each in case["episodes"]]}) for case in found["case"]]
+
+
+def _episode(said: dict[str, Any]) -> CaseEpisode:
+    sequences = said.get("sequences")
+    made = None if sequences is None else [CaseSequence(**each) for each in sequences]
+    return CaseEpisode(**{**said, "calls": [CaseCall(**each) for each in said["calls"]], "sequences": made})
 
 
 def exact(text: str) -> float:

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.conformance.adapter import FIXED_TOKENS, CaseEpisode, CaseSequence
-from tests.trainer.episodes import Played, group_of
 
 from polyrl.config.recipe import AlgorithmConfig
 from polyrl.trainer.batch import TrainSample
@@ -19,6 +17,9 @@ from polyrl.trainer.packing import Pack
 from polyrl.trainer.reports import make_report
 from polyrl.trainer.step import StepAccumulator
 from polyrl.trainer.step_stats import StepStats
+from tests.trainer.episodes import Played, group_of
+
+from .adapter import FIXED_TOKENS, CaseEpisode, CaseSequence
 
 Tokens = tuple[int, ...]
 
@@ -80,7 +81,7 @@ class PolyrlTrainer:
     def advantages(self, name: str, episodes: list[CaseEpisode]) -> list[float | None]:
         weights, slopes = (
             self._slopes(episodes, AlgorithmConfig(advantage=each, aggregation="token-mean")).slopes
-            for each in ("tests.conformance.ours:one_each", name)
+            for each in (f"{__name__}:one_each", name)
         )
         found: list[float | None] = []
         for one in _by_episode(episodes):
@@ -92,7 +93,7 @@ class PolyrlTrainer:
 
     def weights(self, aggregation: str, episodes: list[CaseEpisode]) -> list[list[list[float]] | None]:
         config = AlgorithmConfig(
-            advantage="tests.conformance.ours:one_each",
+            advantage=f"{__name__}:one_each",
             aggregation=aggregation,  # type: ignore[arg-type]
             fixed_tokens=FIXED_TOKENS if aggregation == "fixed" else None,
         )

@@ -1,11 +1,12 @@
-"""Every case of cases.toml, for the trainer that CONFORMANCE_TRAINER names as module:class; without it, for ours."""
+"""Every case of cases.toml, for the trainer that CONFORMANCE_TRAINER names as module:class; without it for PolyRL's."""
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 
 import pytest
-from tests.conformance.adapter import Case, ConformingTrainer, exact, read_cases
-from tests.conformance.ours import PolyrlTrainer
+
+from .adapter import Case, CaseSequence, ConformingTrainer, exact, read_cases
 
 CASES = read_cases()
 CLOSE = 5e-6
@@ -20,16 +21,14 @@ def all_of(has: str) -> "pytest.MarkDecorator":
 @pytest.fixture(scope="module")
 def trainer() -> ConformingTrainer:
     named = os.environ.get("CONFORMANCE_TRAINER")
-    if named is None:
-        return PolyrlTrainer()
-    module, _, name = named.partition(":")
+    module, _, name = (f"{__package__}.ours:PolyrlTrainer" if named is None else named).partition(":")
     return getattr(import_module(module), name)()
 
 
 @all_of("sequences")
 def test_each_drawn_token_is_trained_once_in_its_own_context(trainer: ConformingTrainer, case: Case):
-    expected = [one.sequences for one in case.episodes]
-    assert trainer.sequences(case.episodes) == expected, case.wrong
+    found = trainer.sequences(case.episodes)
+    assert [_as_cases(one) for one in found] == [one.sequences for one in case.episodes], case.wrong
 
 
 @all_of("advantages")
@@ -53,8 +52,8 @@ def test_an_episode_has_its_weight_whatever_its_turns(trainer: ConformingTrainer
                 continue
             weight = exact(one.weights[aggregation])
             assert its_weights is not None and its_masks is not None
-            for weights, mask in zip(its_weights, its_masks, strict=True):
-                expected = [weight if bit == "1" else 0.0 for bit in mask.trained]
+            for weights, (_, trained) in zip(its_weights, its_masks, strict=True):
+                expected = [weight if bit == "1" else 0.0 for bit in trained]
                 assert weights == pytest.approx(expected, rel=1e-6), f"{aggregation}: {case.wrong}"
 
 
@@ -70,3 +69,7 @@ def test_every_case_expects_something_and_has_a_name_of_its_own():
         for one in case.episodes:
             trained = None if one.sequences is None else sum(each.trained.count("1") for each in one.sequences)
             assert trained in (None, sum(len(call.drew) for call in one.calls)), case.name
+
+
+def _as_cases(found: Sequence[tuple[Sequence[int], str]] | None) -> list[CaseSequence] | None:
+    return None if found is None else [CaseSequence(list(tokens), trained) for tokens, trained in found]

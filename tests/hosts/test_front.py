@@ -188,6 +188,19 @@ def test_an_unknown_session_one_of_another_run_and_none_are_refused_in_one_line(
     ]
 
 
+def test_a_long_session_is_the_whole_of_it():
+    async def act(one: Desk) -> list[int]:
+        begin, other = "x" * 256, PlayedByHand(TEXT, ["other"] * 3, name="1/1")
+        with one.front.open(other, begin) as opened:
+            opened.join(begin + "-long")
+            found = [
+                await one.generate([1], session) for session in (begin, begin + "-long", begin + "-of another run")
+            ]
+        return [status for status, _ in found]
+
+    assert at_a_desk(act) == [200, 200, 404]
+
+
 def test_the_session_of_an_episode_that_ended_may_be_taken_again():
     async def act(one: Desk) -> list[int]:
         found: list[int] = []

@@ -11,6 +11,7 @@ from tests.unit.tiny import write_tiny
 from polyrl.cli.main import main
 from polyrl.sim.host_planner import ENOUGH, HostRow, enough, plan_hosts
 from polyrl.sim.library import load_scenario
+from polyrl.sim.plan_report import print_host_plan
 
 
 def rows(*step_times, problems=()):
@@ -48,6 +49,19 @@ def test_more_places_shorten_steps_up_to_the_number_that_is_enough(tmp_path):
     assert plan.why.startswith("8 host processes: ")
     assert "hosts for $8.00 an hour of" in plan.why
     assert "with 4 a step takes" in plan.why
+    assert plan.is_enough
+
+
+def test_the_largest_number_that_was_tried_is_not_called_enough(tmp_path, capsys):
+    scenario = load_scenario(str(write_agents(tmp_path)), ["hosts.slots=4", "run.max_staleness=0"])
+    plan = plan_hosts(scenario, [1, 2], 2, 0, num_processes=1)
+    assert plan.needed is not None
+    assert (plan.needed.processes, plan.is_enough) == (2, False)
+    print_host_plan(plan)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "at least: 2 host processes: " in said
+    assert "no larger number was tried, and more may be needed" in said
+    assert "enough" not in said
 
 
 def test_processes_of_this_machine_do_not_change_what_comes_out(tmp_path):
@@ -69,7 +83,7 @@ def test_the_command_shows_a_table_and_the_number(tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.startswith("agents, seed 0: 2 steps each, 16 episodes a host process")
     assert re.search(r"^\s*> [12] ", text, re.MULTILINE), "the row of the number that is enough"
-    assert "enough: " in text
+    assert ("enough: " in text) is (json.loads((out / "plan.json").read_text())["is_enough"])
     plan = json.loads((out / "plan.json").read_text())
     assert [row["processes"] for row in plan["rows"]] == [1, 2]
     assert plan["needed"]["processes"] in (1, 2)

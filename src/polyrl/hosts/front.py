@@ -40,7 +40,6 @@ MAX_OPEN_CALLS = 256
 """Calls of one episode that wait at once."""
 MAX_KEPT_ANSWERS = 16
 """Answers of an episode that are kept for a client that asks again."""
-_MAX_SESSION = 256
 _ENDED = 410
 _JSON = "application/json"
 _STREAM = "text/event-stream"
@@ -239,7 +238,7 @@ class HostFront:
         session = request.headers.get(_SESSION, "")
         if not session:
             raise FrontRefusal(f"{_SESSION}: missing; expected the session of an episode, or its own base URL")
-        found = self._by_session.get(session[:_MAX_SESSION])
+        found = self._by_session.get(session)
         if found is None:
             raise FrontRefusal(
                 f"{_SESSION}: no episode has the session {session[:80]}; it ended, or is of another run", status=404

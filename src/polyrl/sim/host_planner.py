@@ -51,6 +51,8 @@ class HostPlan(Struct, frozen=True, kw_only=True):
     rows: list[HostRow]
     needed: HostRow | None
     """The smallest number that is enough; None if no number can be recommended."""
+    is_enough: bool
+    """Whether a larger number was played, and saves next to nothing. False: more may be needed than were tried."""
     why: str
 
 
@@ -102,6 +104,7 @@ def plan_hosts(
         slots=scenario.hosts.slots,
         rows=rows,
         needed=needed,
+        is_enough=needed is not None and not _is_largest(rows, needed),
         why="no number of hosts can be recommended" if needed is None else _why(rows, needed),
     )
 
@@ -114,6 +117,10 @@ def enough(rows: Sequence[HostRow]) -> HostRow | None:
     return min(able, key=lambda row: row.processes, default=None)
 
 
+def _is_largest(rows: Sequence[HostRow], one: HostRow) -> bool:
+    return one.processes == max(row.processes for row in rows if row.problem is None)
+
+
 def _why(rows: Sequence[HostRow], needed: HostRow) -> str:
     sound = [row for row in rows if row.problem is None]
     fewer = max((row for row in sound if row.processes < needed.processes), key=lambda row: row.processes, default=None)
@@ -122,8 +129,8 @@ def _why(rows: Sequence[HostRow], needed: HostRow) -> str:
     if fewer is not None:
         longer = fewer.step_time_s / needed.step_time_s - 1.0
         parts.append(f"with {fewer.processes} a step takes {longer:.0%} longer")
-    if needed.processes == max(row.processes for row in sound):
-        parts.append("no larger number was tried")
+    if _is_largest(rows, needed):
+        parts.append("no larger number was tried, and more may be needed")
     else:
         parts.append(f"more save less than {ENOUGH:.0%} of a step")
     return "; ".join(parts)

@@ -105,7 +105,8 @@ def host_plan_figure(plan: "HostPlan") -> "Figure":
     x, y = [row.processes for row in rows], [row.step_time_s for row in rows]
     axes.plot(x, y, "-o", color=SEVERAL[0], label="step time", markersize=5, linewidth=1.4)
     if plan.needed is not None:
-        axes.axvline(plan.needed.processes, color=SEVERAL[1], linestyle="--", label=f"enough: {plan.needed.processes}")
+        label = f"{'enough' if plan.is_enough else 'at least'}: {plan.needed.processes}"
+        axes.axvline(plan.needed.processes, color=SEVERAL[1], linestyle="--", label=label)
     axes.set_ylim(bottom=0.0)
     axes.grid(color=GRID)
     about = f"{plan.slots} episodes a process at once; {plan.steps} steps each"

@@ -47,7 +47,8 @@ def print_host_plan(plan: HostPlan) -> None:
             style="bold" if is_needed else "",
         )
     console.print(table)
-    console.print(f"\n[bold green]enough[/]: {plan.why}.")
+    found = "[bold green]enough[/]" if plan.is_enough else "[bold yellow]at least[/]"
+    console.print(f"\n{found}: {plan.why}.")
 
 
 def _host_figures(row: HostRow) -> list[str]:
