@@ -141,3 +141,19 @@ def test_every_transfer_ends_once_no_faster_than_the_wire_and_every_byte_is_coun
 @given(transfers, cancels)
 def test_the_same_wishes_are_told_the_same_to_the_last_bit(transfers, cancels):
     assert happen(transfers, cancels)[1:] == happen(transfers, cancels)[1:]
+
+
+def test_flows_over_a_regions_link_share_it_and_those_within_do_not_use_it():
+    network = NetworkModel()
+    network.set_node("trainer", 80.0, 80.0)
+    network.set_link("eu", 8.0)
+    for name in ("a", "b"):
+        network.set_node(name, 80.0, 80.0, "eu")
+    network.start(1, 0.0, "trainer", "a", 1e9)
+    network.start(2, 0.0, "trainer", "b", 1e9)
+    assert (network.rate_gbps(1), network.rate_gbps(2)) == (4.0, 4.0)
+    network.cancel(2, 0.0)
+    assert network.rate_gbps(1) == 8.0
+    network.cancel(1, 0.0)
+    network.start(3, 0.0, "a", "b", 1e9)
+    assert network.rate_gbps(3) == 80.0

@@ -89,6 +89,59 @@ def test_a_bad_peer_is_not_asked_again():
     assert {one.source for one in fleet if one.pulling == NEW} <= {TRAINER, 2, 3, 4, 5, 6, 7, 8, 9}
 
 
+def in_regions(num: int, *regions: str) -> list[Worker]:
+    return [worker(seat, version=0, region=regions[seat % len(regions)]) for seat in range(1, num + 1)]
+
+
+def crossings(fleet: list[Worker]) -> list[str]:
+    """The regions of the workers that pull from outside of them."""
+    by_seat = {one.seat: one.region for one in fleet}
+    pulling = [one for one in fleet if one.pulling == NEW and one.region]
+    return sorted(one.region for one in pulling if one.source == TRAINER or by_seat[one.source] != one.region)
+
+
+@pytest.mark.parametrize("trainer_uploads", [1, 2, 4])
+@pytest.mark.parametrize("regions", [("eu", "us"), ("", "eu", "us"), ("", "eu", "us", "asia")])
+def test_a_version_enters_each_region_once(regions, trainer_uploads):
+    fleet = in_regions(24, *regions)
+    config = WeightDeliveryConfig(trainer_uploads=trainer_uploads)
+    crossed: list[str] = []
+    while any(one.version < NEW for one in fleet):
+        before = {one.seat for one in fleet if one.pulling == NEW}
+        start(fleet, config)
+        crossed += crossings([one for one in fleet if one.seat not in before or one.pulling != NEW])
+        finish_whose_source_has_it(fleet)
+    assert sorted(crossed) == sorted(region for region in regions if region)
+
+
+def test_a_worker_of_a_region_waits_for_its_peer_rather_than_pull_over_the_long_link():
+    fleet = [worker(1, version=1, region="eu"), *(worker(n, version=0, region="eu", relays=False) for n in (2, 3, 4))]
+    assert start(fleet, WeightDeliveryConfig(peer_uploads=2)) == 0
+    assert [one.source for one in fleet if one.pulling == NEW] == [1, 1]
+
+
+def test_a_region_whose_workers_pass_nothing_on_gets_it_from_the_trainer():
+    fleet = [worker(n, version=0, region="eu", relays=False) for n in (1, 2, 3)]
+    assert start(fleet, WeightDeliveryConfig()) == 3
+
+
+def test_when_the_worker_that_pulls_for_its_region_dies_another_one_pulls():
+    run = Driver(small_config(prompts=1, samples=1))
+    run.begin()
+    assert sources(run.join("a", ready=False, region="eu")) == {"a": None}
+    assert sources(run.join("b", ready=False, region="eu")) == {"b": "a"}
+    assert sources(run.join("c", ready=False, region="us")) == {"c": None}
+    assert sources(run.leave("a")) == {"b": None}
+
+
+def test_a_worker_that_failed_with_its_regions_peer_gets_the_version_from_the_trainer():
+    run = Driver(small_config(prompts=1, samples=1))
+    run.begin()
+    run.join("a", ready=False, region="eu")
+    run.join("b", ready=False, region="eu")
+    assert sources(fail(run, "b")) == {"b": None}
+
+
 def test_a_draining_or_local_worker_is_no_source():
     config = WeightDeliveryConfig(trainer_uploads=1, peer_uploads=8)
     holders = [worker(1, version=1, state="draining"), worker(2, version=1, local=True)]

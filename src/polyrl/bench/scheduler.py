@@ -1,4 +1,4 @@
-"""How fast the scheduler is on this machine: events a second, growth with the fleet, bytes a sample.
+"""How fast the scheduler is on this machine: events a second, a large fleet, growth with the fleet, bytes a sample.
 
 A cheap world stands in for workers, rewards and trainer: lengths are drawn beforehand, speeds are constant, time is
 virtual. It feeds the scheduler as a manager would: every five seconds each worker's progress (TokensArrived, all its
@@ -28,11 +28,18 @@ from polyrl.scheduling.core import events as e
 from polyrl.scheduling.scheduler import Scheduler
 
 GC_THRESHOLDS = (50_000, 20, 100)
-GOALS = {"events_per_s": 100_000, "cost_ratio_1000_to_10_workers": 2.0, "bytes_per_sample": 2048}
+GOALS = {
+    "events_per_s": 100_000,
+    "us_per_event_of_large": 50.0,
+    "cost_ratio_1000_to_10_workers": 2.0,
+    "bytes_per_sample": 2048,
+}
 
 
 class Size(NamedTuple):
     events: PlayedLoad
+    large: PlayedLoad
+    """A fleet of a thousand workers, of which one is lost every second."""
     growth: tuple[PlayedLoad, ...]
     """Loads that are played by few workers, and by `more` times as many with as many slots in all."""
     more: int
@@ -45,13 +52,16 @@ def size(*, quick: bool) -> Size:
     if quick:
         steady = PlayedLoad(10, 100, 50, num_steps=2, max_staleness=2, factor=1.0, lose_every_s=0.0)
         calm = steady._replace(num_prompts=125, max_staleness=0, max_s=10.0)
-        return Size(PlayedLoad(8, 64, 100, 2), (steady, calm), more=10, num_repeats=1, num_held=2_000)
+        large = PlayedLoad(100, 8, 100, 1, factor=1.0, lose_every_s=1.0)
+        return Size(PlayedLoad(8, 64, 100, 2), large, (steady, calm), more=10, num_repeats=1, num_held=2_000)
     plain = PlayedLoad(10, 10_000, 12_500, num_steps=2, factor=1.0, lose_every_s=0.0)
     # Up to nine rounds of 40,000 samples of similar lengths: 100,000 are in flight nearly always, and others wait.
     steady = plain._replace(num_prompts=5_000, median_tokens=1000, spread=0.1, max_staleness=8)
     # One round of 100,000: nobody waits, so every two seconds the fleet is looked over for samples that should move.
     calm = plain._replace(max_s=20.0)
-    return Size(PlayedLoad(32, 256, 2048, 3), (steady, calm), more=100, num_repeats=3, num_held=100_000)
+    # One round of 100,000, from the first sample to the last, its step and its version.
+    large = PlayedLoad(1000, 100, 12_500, 1, factor=1.0, median_tokens=500, spread=0.5, lose_every_s=1.0)
+    return Size(PlayedLoad(32, 256, 2048, 3), large, (steady, calm), more=100, num_repeats=3, num_held=100_000)
 
 
 def measure(quick: bool = False) -> dict[str, Any]:
@@ -60,6 +70,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
     events = _measure_events(wanted.events, wanted.num_repeats)
     return {
         **events,
+        "large": _measure_one(wanted.large),
         **_measure_growth(wanted),
         "bytes_per_sample": round(_measure_memory(wanted.num_held)),
         "bytes_per_sample_in_flight": wanted.num_held,
@@ -97,7 +108,9 @@ def _measure_one(load: PlayedLoad) -> dict[str, Any]:
         "steps": world.num_steps_trained,
         "samples": world.scheduler.ledger.samples_started,
         "peak_samples_in_flight": world.peak_open,
+        "mean_us_per_event": round(1e6 * clock.total_s / clock.num_events, 2),
         "us_per_event": clock.us_per_event(),
+        "longest_ms": clock.longest_ms(),
         "share_of_time": clock.shares(),
         "events_by_type": clock.counts(),
     }
@@ -190,12 +203,16 @@ def _settle_memory() -> None:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    goals, growth = result["goals"], result["growth"]
+    goals, growth, large = result["goals"], result["growth"], result["large"]
     few, many = growth["workers"]
     lines = [
         f"events a second             {result['events_per_s']:>12,}   goal: at least {goals['events_per_s']:,}",
         f"  of {result['workers']} workers, {result['peak_samples_in_flight']:,} samples in flight, "
         f"{result['events']:,} events, {result['lease_updates_per_s']:,} leases updated a second",
+        f"us an event, {large['workers']:,} workers {large['mean_us_per_event']:>12.1f}   "
+        f"goal: below {goals['us_per_event_of_large']:g}",
+        f"  {large['peak_samples_in_flight']:,} samples in flight, {large['events']:,} events, "
+        "a worker lost every second",
         f"cost, {many:,} to {few} workers    {result['cost_ratio_1000_to_10_workers']:>12.2f}   "
         f"goal: below {goals['cost_ratio_1000_to_10_workers']:g}",
         f"  {growth['us_per_event'][0]} and {growth['us_per_event'][1]} us an event, "

@@ -68,6 +68,8 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[type[Any], float] = {}
         self.calls: dict[type[Any], int] = {}
+        self.longest_s: dict[type[Any], float] = {}
+        """The longest call of each type, in wall time: a busy neighbour makes it longer."""
         self.num_lease_updates = 0
         self.wall_s = 0.0
         self.cpu_s = 0.0
@@ -81,6 +83,8 @@ class Clock:
         took = perf_counter() - began
         kind = type(event)
         self._spans[kind] = self._spans.get(kind, 0.0) + took - self._overhead_s
+        if took > self.longest_s.get(kind, 0.0):
+            self.longest_s[kind] = took
         self.calls[kind] = self.calls.get(kind, 0) + 1
         return commands
 
@@ -122,6 +126,9 @@ class Clock:
 
     def us_per_event(self) -> dict[str, float]:
         return {kind.__name__: round(1e6 * self.seconds[kind] / self.calls[kind], 2) for kind in self._by_cost()}
+
+    def longest_ms(self) -> dict[str, float]:
+        return {kind.__name__: round(1e3 * self.longest_s[kind], 2) for kind in self._by_cost()}
 
     def shares(self) -> dict[str, float]:
         return {kind.__name__: round(self.seconds[kind] / self.total_s, 4) for kind in self._by_cost()}

@@ -104,6 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="SIGTERM says that the machine goes in S seconds: generate until shortly before (default: hand over now, "
         "or what --spot kubernetes and --spot slurm say)",
     )
+    parser.add_argument(
+        "--region",
+        default="",
+        metavar="NAME",
+        help="where it is, if far from the trainer: a version comes over the long link once for each region",
+    )
     relaying = parser.add_mutually_exclusive_group()
     relaying.add_argument(
         "--relay-on",
@@ -139,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace, name: str) -> None:
     from polyrl.errors import UserError
+    from polyrl.scheduling.core.bounds import REGION
     from polyrl.weights.interfaces import listening_addresses
     from polyrl.wire.control import WORKER_NAME
     from polyrl.wire.frames import MAX_NOTICE_S
@@ -146,6 +153,10 @@ def _check_options(args: argparse.Namespace, name: str) -> None:
     is_encrypted = args.join is not None and args.join.startswith("https://")
     if not re.fullmatch(WORKER_NAME, name):
         raise UserError(f"--name: {name!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores")
+    if not re.fullmatch(REGION, args.region):
+        raise UserError(
+            f"--region: {args.region!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores"
+        )
     if not 0 <= args.price <= 1e6:
         raise UserError(f"--price: {args.price:g} is not a price; expected US dollars per hour, 0 or more")
     if args.devices < 1:
@@ -255,6 +266,7 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
         planned=args.planned,
         drain_deadline_s=args.drain_deadline,
         session_file=None if args.session_file is None else Path(args.session_file),
+        region=args.region,
         relays=not args.no_relay and dialer.is_plain,  # with TLS it would need a certificate of its own
     )
     agent = WorkerAgent(engine, dialer, options, peer_of=_peer_of(args))

@@ -20,7 +20,7 @@ from msgspec.structs import force_setattr, replace
 from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
 from polyrl.config.rewards import ENVIRONMENT, REWARD_NAMES, RewardsSection, WeightedReward
-from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
+from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Region, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
     HandBackConfig,
@@ -555,6 +555,9 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     price_usd_per_hour: NotNegative = 0.0
     """The price of one worker, for the ledger."""
     spot: bool = False
+    region: Region = ""
+    """The name of the place that these workers are in, if it is far from the trainer: a version then comes over the
+    long link once; docs/concepts/weights.md#regions."""
 
     @property
     def num_devices(self) -> int:

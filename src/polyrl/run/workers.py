@@ -94,6 +94,8 @@ def worker_arguments(
         arguments += ["--engine-python", wanted.engine_python]
     if wanted.spot:
         arguments += ["--spot", "auto"]
+    if wanted.region:
+        arguments += ["--region", wanted.region]
     if wanted.price_usd_per_hour:
         arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
     return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items()), *flags]

@@ -25,14 +25,21 @@ class Deliveries:
         self._send = send
         self._flows = NetworkModel()
         self._flows.set_node(_TRAINER, self._network.trainer_egress_gbps, self._network.trainer_egress_gbps)
+        self._regions: dict[str, str] = {}
+        if self._network.region_gbps is not None:
+            for region in scenario.fleet.regions:
+                self._flows.set_link(region, self._network.region_gbps)
+        self.gb_between_regions = 0.0
+        """Of all pulls that were begun: what they were to bring over a region's link."""
         self._pulls: dict[int, tuple[Machine, Version, str]] = {}
         self._num_pulls = 0
         self._changed = False
         self._stamp = 0
 
-    def add(self, name: WorkerName) -> None:
+    def add(self, name: WorkerName, region: str) -> None:
         """Put a remote machine on the network."""
-        self._flows.set_node(name, self._network.worker_egress_gbps, self._network.worker_ingress_gbps)
+        self._regions[name] = region
+        self._flows.set_node(name, self._network.worker_egress_gbps, self._network.worker_ingress_gbps, region)
 
     def start(self, machine: Machine, command: PullWeights) -> None:
         self.cancel(machine)
@@ -40,6 +47,8 @@ class Deliveries:
         if self._network.delta_gb is not None and command.held is not None:
             size = min(size, self._network.delta_gb * (command.version - command.held))
         source = _TRAINER if command.source is None else command.source
+        if self._regions.get(source, "") != self._regions[machine.name]:
+            self.gb_between_regions += size
         self._num_pulls += 1
         machine.pull = self._num_pulls
         self._pulls[machine.pull] = (machine, command.version, source)

@@ -52,12 +52,18 @@ class FleetModel:
         self._holding = Holding(_first_target(scenario))
         self._price = scenario.fleet.price_usd_per_hour
         """What a machine costs an hour, now."""
+        self._regions: dict[WorkerName, int] = {}
+        """How many remote machines had joined before each."""
         self._touched: dict[WorkerName, Machine] = {}
         self._num_news = 0
         self._local_width = scenario.first_width
 
     def _remote(self) -> list[Machine]:
         return [machine for machine in self._machines.values() if not machine.local]
+
+    @property
+    def gb_between_regions(self) -> float:
+        return self._deliveries.gb_between_regions
 
     # Joining and reporting
 
@@ -72,7 +78,7 @@ class FleetModel:
         machine = Machine(name, Incarnation(life), engine, kv_tokens, local=local)
         self._machines[name] = machine
         if not local:
-            self._deliveries.add(name)
+            self._deliveries.add(name, self._region(name))
         self.timeline.mark(name, "idle" if local else "pulling", self._agenda.now)
         self._tell(
             e.WorkerJoined(
@@ -85,12 +91,18 @@ class FleetModel:
                 price_usd_per_hour=0.0 if local else self._price,
                 kv_tokens=kv_tokens,
                 starting_s=starting_s,
+                region="" if local else self._region(name),
             )
         )
         self._agenda.later(scenario.fleet.heartbeat_s, lambda: self._heartbeat(machine))
         self._agenda.later(scenario.engine.flush_s, lambda: self._flush(machine))
         if name in self._goes_at:
             self._warn(machine)
+
+    def _region(self, name: WorkerName) -> str:
+        """The region of a remote machine; a machine that comes back is where it was."""
+        regions = self._scenario.fleet.regions
+        return regions[self._regions.setdefault(name, len(self._regions)) % len(regions)] if regions else ""
 
     def _engine(self, name: WorkerName, *, local: bool) -> tuple[EngineModel, int]:
         """An engine, and the tokens that its cache holds. The scenario describes the first width of the local ones."""

@@ -4,6 +4,7 @@ Rules it keeps:
 - A flow's rate is min(egress of its source / flows out of it, ingress of its sink / flows into it), in force from one
   change to the next. This is not max-min fairness: what one flow cannot use, its neighbours do not get, so the model
   never promises more than the network has.
+- A region's nodes share a link to all others, each way; a flow within a region does not use it.
 - A peer may serve what it is still receiving; its flows out are then no faster than its flows in, all together. Flows
   that feed each other in a circle are not held to this: they would wait for each other for ever.
 - What finishes at `now` has finished before anything else happens at `now`. Flows that finish together are told in the
@@ -27,6 +28,7 @@ class _Node(Struct):
     egress: float  # bytes a second
     ingress: float
     sent_by_ended: float = 0.0
+    region: str = ""
 
 
 class _Flow(Struct):
@@ -45,18 +47,23 @@ class NetworkModel:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
+        self._links: dict[str, float] = {}  # bytes a second, by region
         self._flows: dict[int, _Flow] = {}  # in order of their start
         self._finished: list[tuple[int, Seconds]] = []
         self._now: Seconds = 0.0
         self._rates_are_known = True
         self._next_at: Seconds | None = None
 
-    def set_node(self, name: str, egress_gbps: float, ingress_gbps: float) -> None:
+    def set_link(self, region: str, gbps: float) -> None:
+        """Limit what all flows into a region carry together, and all flows out of it."""
+        self._links[region] = gbps * _BYTES_PER_GBIT
+
+    def set_node(self, name: str, egress_gbps: float, ingress_gbps: float, region: str = "") -> None:
         """Make a node known, or change its capacity from the next change of flows on."""
         if egress_gbps <= 0 or ingress_gbps <= 0:
             raise ValueError(f"node {name}: capacities must be above 0, got {egress_gbps} out and {ingress_gbps} in")
         sent = self._nodes[name].sent_by_ended if name in self._nodes else 0.0
-        self._nodes[name] = _Node(egress_gbps * _BYTES_PER_GBIT, ingress_gbps * _BYTES_PER_GBIT, sent)
+        self._nodes[name] = _Node(egress_gbps * _BYTES_PER_GBIT, ingress_gbps * _BYTES_PER_GBIT, sent, region)
 
     def start(self, flow_id: int, now: Seconds, source: str, sink: str, num_bytes: float) -> None:
         if flow_id in self._flows:
@@ -140,14 +147,21 @@ class NetworkModel:
     def _fair_rates(self) -> dict[int, float]:
         num_out = Counter(flow.source for flow in self._flows.values())
         num_in = Counter(flow.sink for flow in self._flows.values())
-        nodes = self._nodes
+        crossing = Counter(link for flow in self._flows.values() for link in self._links_of(flow))
+        nodes, links = self._nodes, self._links
         return {
             flow_id: min(
                 nodes[flow.source].egress / num_out[flow.source],
                 nodes[flow.sink].ingress / num_in[flow.sink],
+                *(links.get(link[0], inf) / crossing[link] for link in self._links_of(flow)),
             )
             for flow_id, flow in self._flows.items()
         }
+
+    def _links_of(self, flow: _Flow) -> list[tuple[str, str]]:
+        """The links that a flow uses, each with its direction."""
+        here, there = self._nodes[flow.source].region, self._nodes[flow.sink].region
+        return [] if here == there else [(here, "out"), (there, "in")]
 
 
 def _held_to_their_feed(flows: dict[int, _Flow], fair_rates: dict[int, float]) -> dict[int, float]:

@@ -276,6 +276,8 @@ def _fleet_rows(result: Result) -> Iterable[tuple[str, str, str]]:
     yield "remote workers", f"{workers.mean:.1f}", f"mean; {workers.joins} joined, {workers.losses} lost"
     yield "  worth holding", f"{workers.useful:.1f}", "as many generate a step's samples in the time that it trains"
     yield "trainer waiting", f"{idle.trainer_waiting:.1%}", "of the time: ready to train, no samples there"
+    if result.gb_between_regions is not None:
+        yield "between regions", f"{result.gb_between_regions:,.1f} GB", "of weights, in the whole run"
     if idle.fleet_idle is not None:
         yield "fleet idle", f"{idle.fleet_idle:.1%}", "of the remote workers' time: nothing to generate"
     memory = ", ".join(f"{n}: {seconds:.0f} s" for n, seconds in result.seed_memory_s.items())

@@ -136,6 +136,8 @@ class Result(Struct, frozen=True, kw_only=True):
     cost: Cost
     workers: Workers
     idle: Idle
+    gb_between_regions: float | None
+    """What all pulls were to bring over regions' links, in the whole run; None without `fleet.regions`."""
     episodes: EpisodeFigures | None
     """None when no domain has an environment."""
     rounds: dict[str, int]
@@ -224,6 +226,7 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
         cost=_cost(sim, steps, total_s, tokens),
         workers=_workers(sim, steps, total_s),
         idle=_idle(sim, steps, total_s),
+        gb_between_regions=sim.gb_between_regions if sim.scenario.fleet.regions else None,
         episodes=_episodes(sim, warmup, len(steps), total_s),
         rounds={kind: ledger.rounds.get(kind, 0) for kind in ("short", "long")},
         migrations=sum(ledger.moves.values()),

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from polyrl.engines.lockstep import EngineTimes
-from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
+from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Region, Share
 from polyrl.scheduling.core.parameters import (
     EnvironmentRules,
     FleetRules,
@@ -114,6 +114,8 @@ class SimFleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Hold only as many workers as the scheduler's scaling rule says are useful; release the rest."""
     hold_at_most: Count | None = None
     """Hold no more workers than this of those that the market grants; a lost one is replaced. None: all of them."""
+    regions: tuple[Region, ...] = ()
+    """Remote workers are in these regions, in turn; none: near the trainer."""
 
     @property
     def is_held(self) -> bool:
@@ -128,6 +130,8 @@ class NetworkSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trainer_egress_gbps: Positive = 200.0
     worker_ingress_gbps: Positive = 50.0
     worker_egress_gbps: Positive = 50.0
+    region_gbps: Positive | None = None
+    """What goes in or out of each region of `fleet.regions`, each way; none: as much as its workers can."""
     publish_s: NotNegative = 1.0
     """Seconds from the optimizer step's end to a version that can be pulled."""
     install_s: NotNegative = 1.0

@@ -139,6 +139,10 @@ class Simulation:
     def timeline(self) -> Timeline:
         return self._fleet.timeline
 
+    @property
+    def gb_between_regions(self) -> float:
+        return self._fleet.gb_between_regions
+
     # Playing
 
     def run(self, on_step: Callable[[int], None] | None = None) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from polyrl.scheduling.core.bounds import Region
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.wire.frames import NoticeSeconds
 
@@ -44,6 +45,8 @@ class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """It shares the trainer's devices and weights. Only a worker with the admin token may say so."""
     relays: bool = False
     """Others may fetch weights from it."""
+    region: Region = ""
+    """Workers of one name are near each other, and far from all others; empty: near the trainer."""
 
 
 class JoinReply(Struct, frozen=True, kw_only=True):

@@ -69,6 +69,8 @@ class WorkerOptions(NamedTuple):
     """A version that has not come by then has failed."""
     relays: bool = True
     """Others may fetch weights from here."""
+    region: str = ""
+    """Its name, if it is far from the trainer: weights come from workers of the same region where they can."""
     is_local: bool = False
     """It shares the trainer's devices and weights."""
 
@@ -328,6 +330,7 @@ class WorkerAgent:
             version=self._installer.version,
             starting_s=min(1e6, time.monotonic() - self._began_at),
             relays=self._peer_of is not None and self._options.relays,
+            region=self._options.region,
             local=self._options.is_local,
         )
         self._session = await self._dialer.post("/v1/join", request, JoinReply, self._session_before)

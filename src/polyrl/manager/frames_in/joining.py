@@ -168,6 +168,7 @@ def tell_joined(run: Run, session: WorkerSession) -> None:
             version=None if facts.version is None or fetches else Version(facts.version),
             starting_s=min(facts.starting_s, run.lobby.settings.limits.max_starting_s),
             relays=not fetches or facts.relays,
+            region="" if facts.local else facts.region,
         )
     )
 

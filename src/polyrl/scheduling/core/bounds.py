@@ -1,4 +1,5 @@
-"""Bounds for the numbers of a configuration. Each has two, since peers and files say them.
+"""Bounds for the numbers of a configuration, and what a region may be called. Each number has two, since
+peers and files say them.
 
 The bounds are far beyond any real run, and near enough that no sum or product of them overflows. They are checked
 where bytes become a configuration (msgspec), and NaN is within none of them.
@@ -22,3 +23,6 @@ AtLeastOne = Annotated[int, Meta(ge=1, le=10**9)]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+REGION = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$(?!\n)"
+Region = Annotated[str, Meta(pattern=REGION)]
+"""Where workers are; empty: near the trainer."""

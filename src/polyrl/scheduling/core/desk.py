@@ -195,6 +195,8 @@ class Desk:
         """A requested round may be able to open."""
         self.pulls_due = False
         """A worker may need weights, or a source became free."""
+        self.pulls_wait = True
+        """Workers may be waiting for a source; not so if all had one when pulls were started last."""
         self.devices_due = False
         """The right duty of the trainer's own devices may have changed."""
 

@@ -45,6 +45,8 @@ class WorkerJoined(EventStruct, frozen=True, tag=True):
     """How long its machine has been paid for already."""
     relays: bool = True
     """Others may fetch weights from it."""
+    region: str = ""
+    """Workers of one name are near each other, and far from all others; empty: near the trainer."""
 
 
 class WorkerReported(EventStruct, frozen=True, tag=True):

@@ -108,6 +108,8 @@ class Worker(Struct):
     failed_with_peer: bool = False
     """To pull the newest version: it gets that from the trainer."""
     relays: bool = True
+    region: str = ""
+    """A version enters a region once (weight_delivery.py); empty: near the trainer."""
     failed_groups: list[GroupId] = []
     """Groups of which it failed samples since its last answer. The fault is not yet assigned (failures.py)."""
     num_faults: int = 0

@@ -55,6 +55,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         earned=credit.at_join(desk, line, slots, local=event.local),
         has_stalled=line.num_stalls > 0,
         relays=event.relays,
+        region=event.region,
         begun_at=now - _sane(event.starting_s) if desk.config.scaling.enabled else None,
     )
     fleet.next_seat += 1
@@ -357,6 +358,7 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
         and ("retry_pull", worker.seat) not in desk.deadlines.entries
     ]
     pulls = weight_delivery.plan_pulls(wanting, desk.seats.values(), state.published, desk.config.weight_delivery)
+    desk.pulls_wait = len(pulls) < len(wanting)
     for pull in pulls:
         worker = desk.seats[pull.worker]
         worker.pulling = state.published
@@ -377,11 +379,13 @@ def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: 
     if worker.begun_at is not None:
         desk.state.scaling.saw_ready(now - worker.begun_at)
         worker.begun_at = None
+    # While nobody waits for a source, none of a thousand workers that install a version has the fleet looked over.
+    due = desk.pulls_due or desk.pulls_wait or worker.version < desk.state.published
     if worker.pulling == event.version:
         _stop_pull(desk, worker)
     _refresh_state(desk, worker, now)
     desk.router.update(worker)
-    desk.pulls_due = True
+    desk.pulls_due = due
     desk.place_due = True
     desk.devices_due = True
 

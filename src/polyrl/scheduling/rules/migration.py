@@ -93,11 +93,13 @@ def _move_from(
     moves: list[Move],
 ) -> None:
     num_here = len(source.leases)
+    if _gain_s(source, num_here, targets[0][3], targets[0][0]) <= 0.0:
+        return
     for candidate in sorted(candidates(source), key=lambda one: (-one.remaining, one.lease)):
         if not targets or len(moves) >= _MAX_MOVES:
             return
         num_there, spot, seat, target = targets[0]
-        saved = _saved_s(source, num_here, target, num_there, candidate)
+        saved = candidate.remaining * _gain_s(source, num_here, target, num_there)
         cost = HAND_OVER_S + (prompt_tokens + candidate.num_tokens) / config.prefill_tokens_per_s
         if not _is_crowded(num_here, num_there) or saved < cost + config.move_gain_s:
             return
@@ -155,8 +157,8 @@ def _entry(worker: Worker, num_leases: int, unseen_s: Seconds) -> tuple[Seconds,
     return worker.speed.step_s(num_leases + 1) or unseen_s, worker.seat, num_leases, worker
 
 
-def _saved_s(source: Worker, num_source: int, target: Worker, num_target: int, candidate: Candidate) -> float:
-    """Return the seconds that the sample would gain.
+def _gain_s(source: Worker, num_source: int, target: Worker, num_target: int) -> float:
+    """Return the seconds that a sample would gain with every token.
 
     A target is not believed to be faster than the source with as few samples.
     """
@@ -165,4 +167,4 @@ def _saved_s(source: Worker, num_source: int, target: Worker, num_target: int, c
     if here is None or alike is None:
         return 0.0
     there = target.speed.step_s(num_target + 1)
-    return candidate.remaining * (here - (alike if there is None else max(there, alike)))
+    return here - (alike if there is None else max(there, alike))

@@ -2,9 +2,14 @@
 
 The trainer serves `trainer_uploads` workers at once; every other worker takes the version from a peer that has it, or
 is just receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. A worker without a source
-waits for one; workers that pass nothing on come last, or all would wait for them. A worker that failed to pull from a
-peer gets that version from the trainer, however many others do; nobody is sent to a peer with which two have failed. A
-worker whose pull failed tries again after a growing pause, and keeps its old version meanwhile.
+waits for one; workers that pass nothing on come last, or all would wait for them.
+
+A region is a name that workers give; those without one are near the trainer. A version enters a region once: while a
+peer of its own region has it or is getting it, a worker waits for that peer rather than pull over the long link.
+
+A worker that failed to pull from a peer gets that version from the trainer, however many others do; nobody is sent to a
+peer with which two have failed. A worker whose pull failed tries again after a growing pause, and keeps its old version
+meanwhile.
 """
 
 import heapq
@@ -30,63 +35,85 @@ class PlannedPull(Struct, frozen=True, gc=False):
 def plan_pulls(
     wanting: Iterable[Worker], fleet: Iterable[Worker], newest: Version, config: WeightDeliveryConfig
 ) -> list[PlannedPull]:
-    """A source for each worker in `wanting` that can have one now: who failed with a peer first, then relays."""
-    wanting = sorted(wanting, key=lambda worker: (not worker.failed_with_peer, not worker.relays))
+    """A source for each worker in `wanting` that can have one now: who failed with a peer first, then relays, those of
+    regions before others."""
+    wanting = sorted(wanting, key=lambda worker: (not worker.failed_with_peer, not worker.relays, not worker.region))
     if not wanting:
         return []
-    fleet = list(fleet)
-    uploads: dict[int, int] = {TRAINER: 0}
-    for worker in fleet:
-        if worker.pulling != NO_VERSION:
-            uploads[worker.source] = uploads.get(worker.source, 0) + 1
-    feeds = {worker.seat: worker.source for worker in fleet if worker.pulling == newest}
-    able = [worker.seat for worker in fleet if _can_serve(worker, newest)] if config.relay else []
-    holders = frozenset(worker.seat for worker in fleet if worker.version == newest)
-    servers = [(uploads.get(seat, 0), seat) for seat in able if _is_fed(seat, feeds, holders)]
-    heapq.heapify(servers)
-    from_trainer = uploads[TRAINER]
+    uploads = _count_uploads(fleet := list(fleet))
+    servers = _servers(fleet, uploads, newest) if config.relay else {}
+    from_trainer = uploads.get(TRAINER, 0)
     pulls: list[PlannedPull] = []
     for worker in wanting:
-        if worker.failed_with_peer or from_trainer < config.trainer_uploads:
+        near = servers.setdefault(worker.region, [])
+        source = _take_peer(near, config.peer_uploads) if worker.region and not worker.failed_with_peer else None
+        if source is not None:
+            pulls.append(PlannedPull(worker.seat, source, "from a peer of its region that has it or is getting it"))
+        elif worker.failed_with_peer or (from_trainer < config.trainer_uploads and not (worker.region and near)):
             from_trainer += 1
             pulls.append(PlannedPull(worker.seat, TRAINER, "from the trainer"))
-        else:
-            source = _take_peer(servers, worker.seat, config.peer_uploads)
-            if source is None:
-                break
+        elif worker.region and near:
+            continue  # rather than over the long link: its region's peers have more to serve than they may
+        elif (source := _take_peer(servers.get("", []), config.peer_uploads)) is not None:
             pulls.append(PlannedPull(worker.seat, source, "from a peer that has it or is getting it"))
+        else:
+            continue
         if config.relay and worker.may_relay:
-            heapq.heappush(servers, (uploads.get(worker.seat, 0), worker.seat))
+            heapq.heappush(near, (uploads.get(worker.seat, 0), worker.seat))
     return pulls
 
 
-def _can_serve(worker: Worker, newest: Version) -> bool:
-    has_it = newest in (worker.version, worker.pulling)
+def _count_uploads(fleet: list[Worker]) -> dict[int, int]:
+    """The pulls under way, by the seat of their source."""
+    uploads: dict[int, int] = {}
+    for worker in fleet:
+        if worker.pulling != NO_VERSION:
+            uploads[worker.source] = uploads.get(worker.source, 0) + 1
+    return uploads
+
+
+def _servers(fleet: list[Worker], uploads: dict[int, int], newest: Version) -> dict[str, list[tuple[int, int]]]:
+    """By region, a heap of the uploads and seat of each worker that others may pull from."""
+    fed = _fed(fleet, newest)
+    servers: dict[str, list[tuple[int, int]]] = {}
+    for worker in fleet:
+        if worker.seat in fed and _can_serve(worker):
+            servers.setdefault(worker.region, []).append((uploads.get(worker.seat, 0), worker.seat))
+    for heap in servers.values():
+        heapq.heapify(heap)
+    return servers
+
+
+def _can_serve(worker: Worker) -> bool:
     is_there = worker.state != "draining" and not worker.unheard and not worker.is_closed
-    return has_it and is_there and worker.may_relay and not worker.local
+    return is_there and worker.may_relay and not worker.local
 
 
-def _is_fed(seat: int, feeds: dict[int, int], holders: frozenset[int]) -> bool:
-    """Whether the chain of sources from here ends at a holder or at the trainer, not at one that waits for a source.
+def _fed(fleet: list[Worker], newest: Version) -> dict[int, bool]:
+    """The seats from which the chain of sources ends at a holder or at the trainer, not at one that waits for a source.
 
     Without this, a worker that lost its source could be sent to one that pulls from it, and both wait for ever.
     """
-    while seat in feeds:
-        seat = feeds[seat]
-    return seat == TRAINER or seat in holders
+    feeds = {worker.seat: worker.source for worker in fleet if worker.pulling == newest}
+    known = {TRAINER: True} | {worker.seat: True for worker in fleet if worker.version == newest}
+    for first in list(feeds):
+        seat = first
+        chain: list[int] = []
+        while seat not in known and seat in feeds:
+            chain.append(seat)
+            known[seat] = False  # a circle ends here
+            seat = feeds[seat]
+        known.update(dict.fromkeys(chain, known.get(seat, False)))
+    return {seat: True for seat, is_fed in known.items() if is_fed}
 
 
-def _take_peer(servers: list[tuple[int, int]], own: int, max_uploads: int) -> int | None:
-    """The peer with the fewest uploads that is not the worker itself; counts one more for it."""
+def _take_peer(servers: list[tuple[int, int]], max_uploads: int) -> int | None:
+    """The peer with the fewest uploads; counts one more for it."""
     if not servers or servers[0][0] >= max_uploads:
         return None
-    num, seat = heapq.heappop(servers)
-    if seat != own:
-        heapq.heappush(servers, (num + 1, seat))
-        return seat
-    other = _take_peer(servers, own, max_uploads)
-    heapq.heappush(servers, (num, seat))
-    return other
+    num, seat = servers[0]
+    heapq.heapreplace(servers, (num + 1, seat))
+    return seat
 
 
 def retry_after_s(num_failures: int, config: WeightDeliveryConfig) -> float:
