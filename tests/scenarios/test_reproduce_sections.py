@@ -12,7 +12,7 @@ from polyrl.reproduce.comparing import Section, relative
 from polyrl.reproduce.names import PLACES, REPRODUCTIONS
 from polyrl.reproduce.page import Provenance, misfits, page
 from polyrl.reproduce.picture import draw
-from polyrl.reproduce.playing import Variant, Played
+from polyrl.reproduce.playing import Played, Variant
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.sim.result import Measured
 

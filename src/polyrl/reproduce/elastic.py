@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from polyrl.reproduce.comparing import Check, Curve, Section, relative, times
 from polyrl.reproduce.measures import mean, tok_per_usd, tok_s, window_s
-from polyrl.reproduce.playing import COLOCATED, Variant, Played, Player, Runs
+from polyrl.reproduce.playing import COLOCATED, Played, Player, Runs, Variant
 from polyrl.reproduce.published import (
     DOLLARS_OVER_SPOT_TRACES,
     GAIN_14B_ONE,

@@ -4,7 +4,7 @@ from statistics import fmean
 
 from polyrl.reproduce.comparing import Check, Section, Table, in_points, relative
 from polyrl.reproduce.measures import discarded_share, mean, tok_s
-from polyrl.reproduce.playing import Variant, Player
+from polyrl.reproduce.playing import Player, Variant
 from polyrl.reproduce.published import (
     LOST_TO_TRUNCATION,
     MIGRATION_SAVES,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from polyrl.reproduce.comparing import Check, Section, relative, times
 from polyrl.reproduce.measures import after_rollout_s, mean, of_kind, rollout_s, span, step_s
-from polyrl.reproduce.playing import Variant, Player, Runs
+from polyrl.reproduce.playing import Player, Runs, Variant
 from polyrl.reproduce.published import (
     BREAKDOWN_S,
     CAP,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from polyrl.reproduce.comparing import Section, Table, relative, times
 from polyrl.reproduce.measures import discarded_share, mean, step_s, tok_per_usd, tok_s, trained_length
-from polyrl.reproduce.playing import COLOCATED, Variant, Player
+from polyrl.reproduce.playing import COLOCATED, Player, Variant
 from polyrl.reproduce.published import DOLLARS_OVER_SPOT_TRACES, SPEEDUPS
 from polyrl.reproduce.tail import CAPS, SYNCHRONOUS, TAIL
 

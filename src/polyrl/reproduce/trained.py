@@ -14,7 +14,7 @@ from polyrl.reproduce.measures import (
     tokens,
     trained_length,
 )
-from polyrl.reproduce.playing import Variant, Player, Runs
+from polyrl.reproduce.playing import Player, Runs, Variant
 from polyrl.reproduce.published import BREAKDOWN_S, CAP, EARLIER_BIAS
 from polyrl.reproduce.tail import FREE_REWARDS, SYNCHRONOUS, TAIL
 

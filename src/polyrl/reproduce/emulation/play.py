@@ -18,7 +18,7 @@ from polyrl.reproduce.emulation.scale import (
 )
 from polyrl.reproduce.emulation.trainer import EmulatedTrainer, OwnDevices
 from polyrl.reproduce.emulation.world import WorkerProcesses
-from polyrl.reproduce.playing import Variant, Key, Played, Runs, OnRun
+from polyrl.reproduce.playing import Key, OnRun, Played, Runs, Variant
 from polyrl.run.event_loop import run_loop
 from polyrl.run.processes import ManagerProcess
 from polyrl.sim.library import load_scenario
