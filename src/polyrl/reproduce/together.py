@@ -115,9 +115,9 @@ class RunLengths(NamedTuple):
 
 
 SIMULATED = RunLengths(
-    ("run.steps=10", "run.warmup_steps=1"),
-    ("run.steps=31", "run.warmup_steps=1"),
-    ("run.steps=20", "run.warmup_steps=12"),
+    ("run.steps=6", "run.warmup_steps=1"),
+    ("run.steps=16", "run.warmup_steps=1"),
+    ("run.steps=14", "run.warmup_steps=9"),
 )
 EMULATED = RunLengths(
     ("run.steps=2", "run.warmup_steps=0"),
