@@ -6,7 +6,6 @@ the time that real processes and loopback take. `-s` prints the step times besid
 
 import pytest
 
-from polyrl.errors import UserError
 from polyrl.reproduce import measures
 from polyrl.reproduce.emulation.play import SPEEDUP, emulate, scale_of
 from polyrl.reproduce.emulation.scale import as_patient
@@ -39,8 +38,3 @@ def test_emulated_and_simulated_step_times_agree_within_a_tenth(name, capsys):
     with capsys.disabled():
         print(f"\n{name}: {', '.join(f'{ours:.0f} s ({wanted:.0f})' for ours, wanted in seconds)}: {ratio:.3f}")
     assert ratio == pytest.approx(1.0, abs=0.1)
-
-
-def test_what_cannot_be_emulated_is_refused_with_its_key():
-    with pytest.raises(UserError, match=r"tail-7b-8k cannot be emulated: parallelism\.enabled"):
-        emulate(Variant("tail-7b-8k"), 0)

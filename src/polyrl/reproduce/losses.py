@@ -115,7 +115,7 @@ def minimum(
     steps = runs["away"][0].steps
     alone = sum(step.line.mean_workers < 0.05 for step in steps)
     section.claim(
-        f"a run whose workers are gone for an hour trains on: {alone} of its {len(steps)} steps without any, and the "
+        f"a run whose workers all go away trains on: {alone} of its {len(steps)} steps without any, and the "
         f"last one with {steps[-1].line.mean_workers:.1f}",
         holds=alone > 0 and steps[-1].line.mean_workers > 0,
     )
