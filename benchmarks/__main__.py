@@ -51,9 +51,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "dashboard": Benchmark(
         "the manager while pages look at its run, and while none does", "four minutes", "benchmarks.dashboard"
     ),
-    "published": Benchmark(
-        "published figures of RollPacker and RLBoost beside simulated ones", "eight minutes", "benchmarks.published"
-    ),
     "learning": Benchmark(
         "reward over steps, seconds and dollars in every mode, five seeds each", "half an hour", "benchmarks.learning"
     ),

@@ -78,3 +78,8 @@ def test_what_is_no_distribution_is_refused_where_it_is_decoded(wrong: dict[str,
 )
 def test_any_distribution_gives_lengths_between_one_and_the_cap(odd: ImposedLengths):
     assert all(1 <= length_of(one, odd, CAP) <= CAP for one in samples(500, 2))
+
+
+def test_a_group_may_have_its_lengths_one_by_one():
+    imposed = ImposedLengths(lengths=(30, 7, 9000))
+    assert [length_of(sample_id(GroupId(3), place), imposed, CAP) for place in range(5)] == [30, 7, CAP, 30, 7]

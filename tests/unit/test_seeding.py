@@ -111,6 +111,12 @@ def test_a_fleet_that_changed_is_not_remembered_but_recalled():
     assert "remembered" in why
 
 
+def test_what_is_not_to_be_remembered_is_learned_anew():
+    state = SeedingState(60.0, memory={4: 73.0})
+    learn(SeedingConfig(remember=False), state, times(30.0, 0.0, mean_workers=3.2, workers_now=4))
+    assert state.t_seed_s == 70.0
+
+
 def test_a_worker_away_for_a_moment_does_not_change_the_fleet():
     state = start(LEARNED)
     learn(LEARNED, state, times(30.0, 0.0, mean_workers=1.96, workers_now=2))

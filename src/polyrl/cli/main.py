@@ -56,6 +56,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "data": CliCommand("make what a run starts from: prompts, or a small model", "polyrl.cli.data"),
     "simulate": CliCommand("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": CliCommand("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
+    "reproduce": CliCommand("play published results again, and compare", "polyrl.cli.reproduce"),
     "bench": CliCommand("measure engine, train, weights, scheduler, rewards or episodes here", "polyrl.cli.bench"),
     "ledger": CliCommand("say what became of every prompt, sample, token and dollar of a run", "polyrl.cli.ledger"),
     "plot": CliCommand("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),

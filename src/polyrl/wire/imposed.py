@@ -1,7 +1,7 @@
 """Answers of drawn lengths instead of the model's own, so that any model shows a realistic tail. Pure.
 
 The length of a sample is a function of its id alone: a moved sample keeps its length. Samples of a group are alike, by
-a Gaussian copula: part of the draw is the group's.
+a Gaussian copula: part of the draw is the group's. A group's lengths may be given one by one instead.
 """
 
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from polyrl.ids import SampleId, group_of
+from polyrl.ids import SampleId, group_of, index_of
 from polyrl.scheduling.rules.lengths import interpolate
 from polyrl.scheduling.rules.order import mix64
 
@@ -31,6 +31,8 @@ class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     quantiles: tuple[tuple[Share, FloatTokens], ...] = ()
     """[probability, tokens], both rising; below the first and above the last, those."""
     correlation: Share = 0.2
+    lengths: tuple[Annotated[int, Meta(ge=1, lt=1 << 31)], ...] = ()
+    """Of the samples of a group, in their order; nothing is drawn. Fewer than samples: they come again."""
 
     def __post_init__(self) -> None:
         for earlier, later in pairwise(self.quantiles):
@@ -40,6 +42,8 @@ class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
 def length_of(sample: SampleId, imposed: ImposedLengths, cap: int) -> int:
     """How many tokens the sample's answer has."""
+    if imposed.lengths:
+        return min(cap, imposed.lengths[index_of(sample) % len(imposed.lengths)])
     rho = imposed.correlation
     z = rho**0.5 * _draw(_GROUPS, group_of(sample)) + (1.0 - rho) ** 0.5 * _draw(_SAMPLES, sample)
     if not imposed.quantiles:

@@ -6,8 +6,8 @@ wait and how far each is comes from the simulator's own model of an engine (engi
 Rules it keeps, beside those of engine.py and of the model:
 - Nothing is remembered: where an answer ends, and each token and log-probability, are functions of the job's seed and
   the position (the end also of the prompt). A sample that moves goes on with the same tokens, whatever the version.
-- A decode step takes 1 / tokens_per_s, and step_per_sample_s more for every further sample. The length of the
-  context costs nothing, and no prefix is shared.
+- A decode step takes 1 / tokens_per_s, step_per_sample_s more for every further sample, and
+  step_per_context_token_s more for every token of context. A prompt that a running sample has is not prefilled again.
 - A task wakes every `TICK_S` of real time while there is work, and reports the tokens since. A change inside a tick
   counts from its own moment, so a fast clock costs no accuracy. The sink is never called inside `generate`.
 
@@ -183,6 +183,7 @@ class EmulatedEngine:
             prompt_tokens=len(job.prompt),
             from_token=so_far,
             total_tokens=ending.num_tokens,
+            prefix=hash(tuple(job.prompt)),
         )
 
     async def _tell_for_ever(self, sink: Sink) -> None:
@@ -231,6 +232,7 @@ def _model_of(config: EmulatedConfig) -> EngineModel:
         EngineTimes(
             step_fixed_s=1.0 / config.tokens_per_s - per_sample,
             step_sample_s=per_sample,
+            step_context_s=config.step_per_context_token_s,
             prefill_tokens_per_s=config.prefill_tokens_per_s,
             kv_tokens=config.kv_tokens if config.kv_tokens else inf,
             slots=config.slots,

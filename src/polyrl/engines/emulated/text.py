@@ -35,6 +35,8 @@ class EmulatedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The pace of a sample that runs alone."""
     step_per_sample_s: NotNegative = 0.0001
     """Seconds that each further running sample adds to a decode step."""
+    step_per_context_token_s: NotNegative = 0.0
+    """Seconds that each token of context in the cache adds to a decode step."""
     prefill_tokens_per_s: Positive = 20_000.0
     kv_tokens: Count = 0
     """Tokens that fit into the cache; 0: any number."""

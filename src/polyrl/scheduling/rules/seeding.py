@@ -38,6 +38,8 @@ class SeedingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The most that one step corrects."""
     damped: bool = True
     """False is the published rule to the letter."""
+    remember: bool = True
+    """Go back to the window learned for a number of workers when that number is back. Off: for comparison."""
 
 
 class SeedingState(msgspec.Struct):
@@ -112,7 +114,7 @@ def learn(config: SeedingConfig, state: SeedingState, times: StepTimes) -> str:
         state.last_correction_s = correction
         return f"{moved}; remembered for {workers} workers"
     state.last_correction_s = 0.0
-    if workers in state.memory:
+    if config.remember and workers in state.memory:
         state.t_seed_s = state.memory[workers]
         return f"{state.t_seed_s:.1f} s: the fleet changed to {workers} workers, whose window is remembered"
     return f"{moved}; the fleet changed to {workers} workers, not met before"
