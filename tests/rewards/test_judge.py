@@ -20,6 +20,7 @@ from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.judge import Judge
 from polyrl.rewards.judging.account import JudgeAccount
 from polyrl.rewards.judging.questions import JudgeArgs
+from polyrl.rewards.judging.replies import tokens_of
 from polyrl.rewards.models.settings import RewardModelArgs
 from polyrl.rewards.reward import (
     OURS,
@@ -346,9 +347,10 @@ def test_a_service_that_counts_no_tokens_or_nonsense_is_counted_by_its_bytes(
 ):
     tell(monkeypatch, run_dir=str(tmp_path))
     with stand_in([Act(usage=usage)]) as service:
-        score(service)
+        score(service, json_schema=False)
     totals = JudgeAccount(tmp_path).read()
-    assert totals.tokens_in > 100 and totals.tokens_out == -(-len(Act().text) // 4)
+    (asked,) = service.asked
+    assert (totals.tokens_in, totals.tokens_out) == (tokens_of(asked.body), tokens_of(Act().text))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One HTTP service that rewards ask: a pool of connections, bounded replies, and errors sorted by what helps.
+"""An HTTP service that rewards ask: a pool of connections, bounded replies, and errors by what can be done about them.
 
     TryAgain       a time-out, a broken connection, 408, 409, 425, 429, 5xx, a reply that is no JSON
     BadQuestion    400, 413, 422: this one request is refused, others may not be
@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from polyrl.errors import plain, shorten
-from polyrl.rewards.retrying import TryAgain
+from polyrl.rewards.retrying import BadQuestion, TryAgain
 from polyrl.rewards.reward import RewardStops
 
 MAX_REPLY_BYTES = 1 << 20
@@ -30,11 +30,7 @@ _AGAIN = (408, 409, 425, 429)
 _OF_THE_QUESTION = (400, 413, 422)
 _OK, _SERVER_ERROR = 200, 500
 _NO_MONEY = "insufficient_quota"
-"""The error code of a 429 of OpenAI's that no waiting helps."""
-
-
-class BadQuestion(Exception):
-    """The service refuses this request, and would refuse it again. One line."""
+"""OpenAI's error code for an account without credit. It comes with 429, but waiting does not help."""
 
 
 class ServiceRefused(RewardStops):
@@ -46,7 +42,7 @@ class ServiceRefused(RewardStops):
 
 
 class Endpoint:
-    """`url` is what paths are added to. `hint` names the settings to look at, for errors that nothing else helps."""
+    """`url` is what paths are added to. `hint` ends the line of an error that only another setting can mend."""
 
     def __init__(
         self, url: str, *, key: str = "", hint: str = "", connections: int = 0, tls: ssl.SSLContext | None = None

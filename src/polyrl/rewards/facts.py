@@ -10,6 +10,7 @@ from typing import Self
 import msgspec
 
 _VARIABLE = "POLYRL_REWARDS"
+_PATIENCE = 0.9
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,11 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     manager_host: str = ""
     """The name in the manager's certificate; empty: it has none."""
     manager_ca: str = ""
+
+    @property
+    def patience_s(self) -> float:
+        """The time in which another service must give a score; the rest of `timeout_s` is for telling the trainer."""
+        return _PATIENCE * self.timeout_s
 
     @classmethod
     def variables(cls, facts: Self | None) -> dict[str, str]:

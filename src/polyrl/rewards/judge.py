@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from polyrl.config.load import build
-from polyrl.rewards.endpoint import BadQuestion, Endpoint, ServiceRefused
+from polyrl.rewards.endpoint import Endpoint, ServiceRefused
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.judging.account import JudgeAccount, JudgeLimits
 from polyrl.rewards.judging.place import endpoint
 from polyrl.rewards.judging.questions import JudgeArgs, Questions
-from polyrl.rewards.judging.replies import JudgeReply, model_names, read_reply
+from polyrl.rewards.judging.replies import JudgeReply, model_names, read_reply, tokens_of
 from polyrl.rewards.judging.verdict import NoVerdict
-from polyrl.rewards.retrying import Attempts, TryAgain, with_attempts
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardStops, RewardUnavailable
+from polyrl.rewards.retrying import Attempts, BadQuestion, TryAgain, with_attempts
+from polyrl.rewards.reward import Reward, RewardInput, RewardStops, RewardUnavailable
 
-_PATIENCE = 0.9
-"""The share of an answer's time limit after which there is no score: what is left is for the reply to the trainer."""
 _FOR_THE_REPLY = 1 / 3
-"""The share of it that a request must have left when it is sent."""
+"""The share of an answer's time that a request must have left when it is sent."""
 _CHECK_S = 10.0
 _WRONG_KEY = (401, 403)
 _LOOK_AGAIN_S = 0.5
@@ -47,7 +45,6 @@ class Judge:
         self._share = max(1, wanted.concurrency // facts.processes)
         self.places = asyncio.Semaphore(self._share)
         """Answers that are judged at once: the time of others does not run."""
-        self._patience_s = _PATIENCE * facts.timeout_s
         self._attempts = Attempts(wanted.attempts, wanted.pause_s)
         self._account = JudgeAccount(Path(facts.run_dir) if facts.run_dir else None)
         self._limits = _limits(wanted, facts)
@@ -76,7 +73,7 @@ class Judge:
         except ServiceRefused as error:
             if error.status in _WRONG_KEY:
                 raise
-            names = []  # it lists no models, which is its right
+            names = []  # a service need not list its models
         if not self._model and not self._args.fleet:
             if len(names) != 1:
                 there = f"; it has {', '.join(names[:5])}" if names else ""
@@ -88,22 +85,15 @@ class Judge:
             await self._endpoint.close()
 
     async def __call__(self, given: RewardInput) -> Reward:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
         body = self._questions.body(given, self._model)
-        what = "the fleet" if self._args.fleet else self._args.url
+        what, hint = self._args.url, ""
+        if self._args.fleet:
+            what, hint = "the fleet", "; only workers of [fleet], or that have joined, answer"
 
-        async def attempt(number: int) -> float:
+        async def attempt(number: int, deadline: float) -> float:
             return await self._attempt(body, number, deadline)
 
-        try:
-            async with asyncio.timeout_at(deadline):
-                return Reward(await with_attempts(attempt, self._attempts, deadline, what))
-        except BadQuestion as error:
-            raise RewardFailed(f"{what} {error}") from error
-        except TimeoutError as error:
-            hint = "; only workers of [fleet], or that have joined, answer" if self._args.fleet else ""
-            raise RewardUnavailable(f"{what}: no verdict within {self._patience_s:g} s{hint}") from error
+        return Reward(await with_attempts(attempt, self._attempts, self._facts.patience_s, what, hint))
 
     async def _attempt(self, body: dict[str, Any], number: int, deadline: float) -> float:
         """Ask once. Raises TryAgain, BadQuestion, RewardStops."""
@@ -135,7 +125,7 @@ class Judge:
     async def _admitted(self, about: int, deadline: float) -> None:
         """Wait until the rates allow a request. Raises RewardUnavailable if they do not in time."""
         loop = asyncio.get_running_loop()
-        reserve_s = min(self._args.timeout_s, _FOR_THE_REPLY * self._patience_s)
+        reserve_s = min(self._args.timeout_s, _FOR_THE_REPLY * self._facts.patience_s)
         while True:
             left_s = deadline - reserve_s - loop.time()
             pause_s = self._pause_until - loop.time()
@@ -157,21 +147,21 @@ class Judge:
 
     async def _ask(self, body: dict[str, Any], deadline: float) -> tuple[JudgeReply, float]:
         assert self._endpoint is not None, "start comes first"
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        timeout_s = min(self._args.timeout_s, max(0.05, deadline - began))
-        num_bytes = 4 * self._questions.about_tokens(body)
-        if self._with_schema:
-            try:
-                reply = await self._endpoint.post(self._questions.path, self._questions.with_schema(body), timeout_s)
-                return read_reply(reply, num_bytes), loop.time() - began
-            except BadQuestion:  # of the answer, or of the schema: without it we see
-                timeout_s = min(self._args.timeout_s, max(0.05, deadline - loop.time()))
-                reply = await self._endpoint.post(self._questions.path, body, timeout_s)
-                self._with_schema = False
-                return read_reply(reply, num_bytes), loop.time() - began
-        reply = await self._endpoint.post(self._questions.path, body, timeout_s)
-        return read_reply(reply, num_bytes), loop.time() - began
+        loop, path = asyncio.get_running_loop(), self._questions.path
+        began, with_schema = loop.time(), self._with_schema
+
+        def timeout_s() -> float:
+            return min(self._args.timeout_s, max(0.05, deadline - loop.time()))
+
+        try:
+            asked = self._questions.with_schema(body) if with_schema else body
+            reply = await self._endpoint.post(path, asked, timeout_s())
+        except BadQuestion:
+            if not with_schema:
+                raise
+            reply = await self._endpoint.post(path, body, timeout_s())
+            self._with_schema = False  # the service refused the schema, not the answer
+        return read_reply(reply, tokens_of(body)), loop.time() - began
 
     def _limits_dollars(self) -> bool:
         return bool(self._args.usd_per_million_in or self._args.usd_per_million_out)

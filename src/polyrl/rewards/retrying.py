@@ -1,7 +1,8 @@
 """Several attempts at one request to another service: exponential pauses with jitter, within a deadline.
 
 Rules kept here: a service that says when to come back (Retry-After) is believed, up to a bound. An attempt that cannot
-begin before the deadline is not waited for. In the end there is RewardUnavailable, never a score.
+begin before the deadline is not waited for. If no attempt succeeds there is no score: RewardUnavailable, or
+RewardFailed for a request that would be refused again.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
-from polyrl.rewards.reward import RewardUnavailable
+from polyrl.rewards.reward import RewardFailed, RewardUnavailable
 
 Result = TypeVar("Result")
 
@@ -20,6 +21,10 @@ class TryAgain(Exception):
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)
         self.after_s = after_s
+
+
+class BadQuestion(Exception):
+    """The service refuses this request, and would refuse it again. One line."""
 
 
 class Attempts(NamedTuple):
@@ -40,16 +45,30 @@ class Attempts(NamedTuple):
 
 
 async def with_attempts(
-    attempt: Callable[[int], Awaitable[Result]], rules: Attempts, deadline: float, what: str
+    attempt: Callable[[int, float], Awaitable[Result]], rules: Attempts, patience_s: float, what: str, hint: str = ""
 ) -> Result:
-    """Call `attempt` with its number, 0 for the first, until it succeeds. Raises RewardUnavailable.
+    """Call `attempt` until it succeeds, with its number, 0 for the first, and the deadline of all attempts together.
 
-    `deadline` is a time of the event loop; `what` begins the error's line.
+    Raises RewardUnavailable, and RewardFailed for a request that is refused. `what` begins the error's line; `hint`
+    ends that of a deadline that passed.
     """
+    deadline = asyncio.get_running_loop().time() + patience_s
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await _until_one_succeeds(attempt, rules, deadline, what)
+    except BadQuestion as error:
+        raise RewardFailed(f"{what} {error}") from error
+    except TimeoutError as error:
+        raise RewardUnavailable(f"{what}: no score within {patience_s:g} s of rewards.timeout_s{hint}") from error
+
+
+async def _until_one_succeeds(
+    attempt: Callable[[int, float], Awaitable[Result]], rules: Attempts, deadline: float, what: str
+) -> Result:
     loop = asyncio.get_running_loop()
     for number in range(rules.num):
         try:
-            return await attempt(number)
+            return await attempt(number, deadline)
         except TryAgain as trouble:
             pause_s = rules.pause_s(number + 1, trouble.after_s, random.random())
             said = f"{what}: {trouble} (attempt {number + 1} of {rules.num})"

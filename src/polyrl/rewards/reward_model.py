@@ -14,16 +14,14 @@ import asyncio
 from typing import Any
 
 from polyrl.config.load import build
-from polyrl.rewards.endpoint import BadQuestion, Endpoint, key_of
+from polyrl.rewards.endpoint import Endpoint, key_of
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.models.batches import Batches
 from polyrl.rewards.models.classifier import Classifier, InputTokens
 from polyrl.rewards.models.served import read_score, request
 from polyrl.rewards.models.settings import RewardModelArgs
 from polyrl.rewards.retrying import Attempts, with_attempts
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable
-
-_PATIENCE = 0.9
+from polyrl.rewards.reward import Reward, RewardInput
 
 
 class RewardModel:
@@ -71,18 +69,12 @@ class RewardModel:
         return 0 if self._model is None else self._model.num_batches
 
     async def _ask(self, endpoint: Endpoint, given: RewardInput) -> float:
-        args, patience_s = self._args, _PATIENCE * self._facts.timeout_s
-        deadline = asyncio.get_running_loop().time() + patience_s
+        args = self._args
         path, body = request(args, given, args.model)
 
-        async def attempt(_: int) -> float:
+        async def attempt(_: int, deadline: float) -> float:
             left_s = max(0.05, deadline - asyncio.get_running_loop().time())
             return read_score(args, await endpoint.post(path, body, min(args.timeout_s, left_s)))
 
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await with_attempts(attempt, Attempts(args.attempts, args.pause_s), deadline, args.url)
-        except BadQuestion as error:
-            raise RewardFailed(f"{args.url} {error}") from error
-        except TimeoutError as error:
-            raise RewardUnavailable(f"{args.url}: no score within {patience_s:g} s of rewards.timeout_s") from error
+        rules = Attempts(args.attempts, args.pause_s)
+        return await with_attempts(attempt, rules, self._facts.patience_s, args.url)

@@ -1,4 +1,4 @@
-"""What a judge is asked, and by whom: the arguments of a judge as values, and the request that they make of an answer.
+"""The arguments of a judge as values, and the requests that are made of them and of answers.
 
 Rules kept here: every argument is checked before the run starts, and each fault is one line that begins with the
 argument's name.
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from polyrl.rewards.judging.replies import tokens_of
 from polyrl.rewards.judging.verdict import (
     RUBRIC,
     own_template,
@@ -26,8 +27,6 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positi
 
 _MARK_BYTES = 6
 _REPLY_TOKENS = 512
-_BYTES_PER_TOKEN = 4
-"""For the rates alone: what is paid is what the service counts."""
 
 
 class JudgeArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,10 +121,8 @@ class Questions:
         return read_verdict(reply, args.min_score, args.max_score)
 
     def about_tokens(self, body: dict[str, Any]) -> int:
-        """Return about how many tokens a request takes, its reply included."""
-        return len(msgspec.json.encode(body, enc_hook=str)) // _BYTES_PER_TOKEN + int(
-            body.get("max_tokens", _REPLY_TOKENS)
-        )
+        """Estimate the tokens of a request and of the longest reply to it. Only the rates depend on it."""
+        return tokens_of(body) + int(body.get("max_tokens", _REPLY_TOKENS))
 
     def usd(self, tokens_in: int, tokens_out: int) -> float:
         return (tokens_in * self._args.usd_per_million_in + tokens_out * self._args.usd_per_million_out) / 1e6

@@ -1,9 +1,12 @@
 """Replies of OpenAI-compatible services: the text of the only choice, and the tokens that it took. All of it bounded.
 
-A service that counts no tokens is taken to have used one for every four bytes.
+Where a service counts no tokens, `tokens_of` estimates them.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import msgspec
 
 from polyrl.rewards.retrying import TryAgain
 
@@ -18,12 +21,18 @@ class JudgeReply(NamedTuple):
     tokens_out: int
 
 
-def read_reply(reply: Any, num_bytes_asked: int) -> JudgeReply:
-    """Raises TryAgain for what has not OpenAI's shape."""
+def tokens_of(asked: str | Mapping[str, Any]) -> int:
+    """Estimate the tokens of a text, or of a request: one for every four bytes."""
+    raw = asked.encode() if isinstance(asked, str) else msgspec.json.encode(asked, enc_hook=str)
+    return -(-len(raw) // _BYTES_PER_TOKEN)
+
+
+def read_reply(reply: Any, tokens_asked: int) -> JudgeReply:
+    """Take a reply apart. `tokens_asked` estimates the request's. Raises TryAgain for another shape than OpenAI's."""
     text, finish = _choice(reply)
     usage = reply.get("usage") if isinstance(reply, dict) else None
-    tokens_in = _count(usage, "prompt_tokens", num_bytes_asked)
-    return JudgeReply(text, finish, tokens_in, _count(usage, "completion_tokens", len(text.encode())))
+    tokens_in = _count(usage, "prompt_tokens", tokens_asked)
+    return JudgeReply(text, finish, tokens_in, _count(usage, "completion_tokens", tokens_of(text)))
 
 
 def model_names(reply: Any) -> list[str]:
@@ -45,8 +54,8 @@ def _choice(reply: Any) -> tuple[str, str]:
     return text, finish
 
 
-def _count(usage: Any, name: str, num_bytes: int) -> int:
+def _count(usage: Any, name: str, estimate: int) -> int:
     number = usage.get(name) if isinstance(usage, dict) else None
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _MOST_TOKENS:
-        return -(-num_bytes // _BYTES_PER_TOKEN)
+        return estimate
     return number
