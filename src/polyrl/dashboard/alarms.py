@@ -1,7 +1,7 @@
 """Alarms: what in a run's metrics, answers and fleet a person should look at, as pure functions of what was measured.
 
-Rules kept here: an alarm says what was seen, against what it is held, what it costs, and what to do. One bad step
-raises none, but for gradients. Nothing here stops a run.
+Rules kept here: an alarm says what was seen, what is usual, what it costs, and what to do. A single bad step raises no
+alarm but that of gradients. Nothing here stops a run.
 """
 
 from collections import Counter
@@ -178,8 +178,11 @@ def is_repeating(answer: Sequence[int]) -> bool:
 def of_fleet(
     status: Status, local: Container[str], paces: Mapping[str, float], max_staleness: int = 1
 ) -> Iterator[Alarm]:
-    """Yield the alarms of workers. `local` are those on the trainer's own devices, which train in between; `paces` are
-    tokens a second and sample, over what each worker wrote lately; `max_staleness`: versions that may be behind."""
+    """Yield the alarms of workers.
+
+    `local`: the workers on the trainer's own devices, whose pace tells nothing. `paces`: tokens a second and sample of
+    each worker's newest answers. `max_staleness`: the number of versions that a worker may be behind.
+    """
     there = [one for one in status.workers if one.state == "active" and one.name not in local and one.name in paces]
     usual = median(paces[one.name] for one in there) if len(there) >= _ENOUGH_WORKERS else 0.0
     for one in there:
@@ -192,11 +195,15 @@ def of_fleet(
                 f"look at its machine, or drain it, in Fleet or with polyrl drain {one.name}",
                 one.name,
             )
-    yield from (found for one in status.workers if (found := _lag(one, status.published - max_staleness)) is not None)
+    yield from (
+        found
+        for one in status.workers
+        if (found := _behind_or_silent(one, status.published - max_staleness)) is not None
+    )
 
 
-def _lag(worker: WorkerStatus, oldest: int) -> Alarm | None:
-    """`oldest` is the oldest version that is as new as it should be."""
+def _behind_or_silent(worker: WorkerStatus, oldest: int) -> Alarm | None:
+    """Return the alarm of a worker whose version is older than `oldest`, or that is not heard of."""
     if worker.state == "active" and 0 <= worker.version < oldest:
         what = f"{worker.name} runs version {worker.version}, {oldest - worker.version} older than is allowed"
         costs = f"it writes nothing for a step until it has pulled a newer one{_price(worker)}"

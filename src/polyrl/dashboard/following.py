@@ -3,8 +3,8 @@
 The journal is told to a scheduler again, in a thread of its own; the thread waits at the journal's end for more.
 
 Rules kept here: files are only read. The journal of a run that is over ends the thread. What is kept of leases is
-bounded; the oldest go first. A journal that this version decides otherwise about, or that is damaged, ends the
-following with one line (`trouble`); what was read before stays.
+bounded; the oldest go first. A journal that is damaged, or whose decisions this version would not make, is followed no
+further: `trouble` says why in one line, and what was read before stays.
 """
 
 import sys
@@ -73,7 +73,7 @@ class Follower:
     """A journal that is read as it grows. All answers are of what was read so far."""
 
     def __init__(self, path: Path, *, live: bool) -> None:
-        """`live`: somebody may still write the journal."""
+        """`live`: the journal may still grow."""
         self._path, self._live = path, live
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -98,7 +98,7 @@ class Follower:
         self._stop.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that is there was read. False: it takes longer."""
+        """Wait until everything written so far was read. False: `timeout_s` was too short."""
         until = time.monotonic() + timeout_s
         while not self.is_at_end and not self.trouble and time.monotonic() < until:
             time.sleep(0.01)
@@ -175,12 +175,15 @@ class Follower:
             return list(self._fleet.lives)
 
     def paces(self) -> dict[str, float]:
-        """Return tokens a second and sample of the workers that have ended enough leases, over the newest of them."""
+        """Return the tokens a second and sample of each worker, as `KeptLeases.paces` does."""
         with self._lock:
             return self._leases.paces()
 
     def window(self, from_s: Seconds, to_s: Seconds, first: int, most: int) -> TimelineWindow:
-        """Return so many rows between two moments, both in seconds since the run began. `to_s` 0: up to its end."""
+        """Return `most` rows, from number `first` on, between two moments in seconds since the run began.
+
+        `to_s` 0: up to its end.
+        """
         with self._lock:
             began = self.started_at()
             run_s = max(0.0, self._now - began)

@@ -14,7 +14,7 @@ from polyrl.scheduling.core import commands as c
 
 _MAX_LEASES = 400_000
 _PACE_LEASES = 32
-"""A worker's newest leases, over which its pace is told."""
+"""The number of a worker's newest leases from which its pace is computed."""
 
 
 class LeaseSpan(NamedTuple):
@@ -77,6 +77,6 @@ class KeptLeases:
         return found if len(found) <= most else []
 
     def paces(self) -> dict[str, float]:
-        """Return tokens a second and sample of the workers that have ended enough leases, over the newest of them."""
+        """Return the tokens a second and sample of each worker, from its newest leases; left out: those with few."""
         known = {name: found for name, found in self._paces.items() if len(found) >= _PACE_LEASES // 4}
         return {name: sum(one[0] for one in found) / sum(one[1] for one in found) for name, found in known.items()}

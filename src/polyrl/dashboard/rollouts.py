@@ -22,11 +22,11 @@ from polyrl.trainer.batch import TrainSegment
 from polyrl.trainer.state import entries
 
 _TOKENS_AT_HAND = 2_000_000
-"""Of the steps that are kept decoded; a token takes about 70 bytes. The newest is kept in any case."""
+"""The bound on tokens of decoded steps in memory, at about 70 bytes each. The last step asked for is always kept."""
 _PREVIEW_TOKENS = 40
 _MAX_STEPS_OF_PROMPT = 50
 _MOST_SHOWN, _FEWEST_SHOWN = 30_000, 200
-"""Tokens of a sample on the page, and of each of its spans, however many it has."""
+"""The most tokens of a sample that the page shows, and the least of each of its spans that are shown nevertheless."""
 _LOOK_AGAIN_S = 5.0
 _NOT_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_PIECE = 16
@@ -54,7 +54,7 @@ class Rollouts:
     """The samples of a run's directory. Every method reads files: call it in a thread."""
 
     def __init__(self, run_dir: Path, text_of: Texts, follower: Follower, most_tokens: int = _TOKENS_AT_HAND) -> None:
-        """`most_tokens`: of all steps that are kept decoded together."""
+        """`most_tokens`: the bound on tokens of decoded steps that are kept in memory."""
         self._most_tokens = most_tokens
         self._run_dir, self._text_of, self._follower = run_dir, text_of, follower
         self._rows = TaskRows(run_dir)
@@ -92,7 +92,7 @@ class Rollouts:
             "steps": [steps[0], steps[-1]],
             "num": len(found),
             "num_all": len(samples),
-            "samples": [self._row(one) for one in found[first:][:most]],
+            "samples": [self._summary(one) for one in found[first:][:most]],
             "tasks": sorted(tasks),
             "workers": sorted(workers),
         }
@@ -106,7 +106,7 @@ class Rollouts:
         group, _, index = name.partition("/")
         num = sum(1 for one in samples if one.name.startswith(f"{group}/"))
         story = name if found.state == "open" else self._follower.sample_at(int(group), int(index), num)
-        return {**self._row(found), **self._texts(found), "story": story}
+        return {**self._summary(found), **self._texts(found), "story": story}
 
     def row(self, domain: int, prompt: int) -> dict[str, Any]:
         """Return the row of the data that a prompt was made of."""
@@ -121,7 +121,7 @@ class Rollouts:
         for step in sorted(by_step.keys() & there, reverse=True)[:_MAX_STEPS_OF_PROMPT]:
             groups = {str(group) for group in by_step[step]}
             samples = [one for one in self._of_step(step) if one.name.partition("/")[0] in groups]
-            found += [self._row(one) for one in samples]
+            found += [self._summary(one) for one in samples]
         return found
 
     # Reading
@@ -207,7 +207,8 @@ class Rollouts:
         """Return the beginning of an answer."""
         return self._text_of(one.answer[:_PREVIEW_TOKENS])
 
-    def _row(self, one: KeptSample) -> dict[str, Any]:
+    def _summary(self, one: KeptSample) -> dict[str, Any]:
+        """Return what a list shows of a sample."""
         planned = self._prompt_of(one)
         answer, prompt = one.answer, one.prompt
         is_long = len(answer) > 2 * _PREVIEW_TOKENS

@@ -28,7 +28,7 @@ ROOT = "/dash"
 _TELL_EVERY_S = 1.0
 _MAX_STREAMS = 32
 _STALLED_S = 10.0
-"""How long a page may take nothing of its stream: others want its place."""
+"""The time after which a page that reads nothing of its stream loses its place."""
 _THREADS = 4
 _MAX_QUERY = 4_096
 _MAX_PAGE = 500
@@ -41,7 +41,7 @@ class DashboardServer:
     """The page of one or several runs."""
 
     def __init__(self, runs: Sequence[WatchedRun], token: str | None) -> None:
-        """`token`: what requests for data have to bring; None: somebody in front of us has checked them."""
+        """`token`: the one that requests for data must carry; None: the manager in front has checked them."""
         self._runs, self._token = runs, token
         self._threads = ThreadPoolExecutor(_THREADS, "dashboard")
         self._num_streams = 0
@@ -175,7 +175,7 @@ class DashboardServer:
         return _json(await self._in_thread(lambda: run.fleet(text, first, most)))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Tell what a run does every second, until the browser goes away."""
+        """Tell every second what a run does, until the browser goes away."""
         run = self._run(request)
         if self._num_streams >= _MAX_STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{_MAX_STREAMS} pages look at it already")
@@ -198,7 +198,7 @@ class DashboardServer:
 
 
 async def write_or_cut(request: web.Request, response: web.StreamResponse, data: bytes, within_s: float) -> None:
-    """Write; a reader that takes nothing for so long is cut off. Raises ConnectionResetError then."""
+    """Write, and cut off a reader that takes nothing for `within_s` seconds. Raises ConnectionResetError then."""
     try:
         async with asyncio.timeout(within_s):
             await response.write(data)

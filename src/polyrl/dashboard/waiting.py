@@ -4,8 +4,8 @@
     TimeUse                     those words as they follow one another, told by whoever follows the journal
     slowest(parts, ...)         the part that holds the run up, in sentences
 
-Rules kept here: seconds and dollars are measured, from the journal; no share is guessed. A run in which nothing is
-waited for much has no slowest part.
+Rules kept here: seconds and dollars are measured, from the journal; no share is guessed. A run that waits little has no
+slowest part.
 """
 
 from bisect import bisect_left
@@ -23,13 +23,13 @@ from polyrl.wire.control import Status
 
 _ROW = "trainer"
 _LAST_SHARE = 0.25
-"""When fewer of a round's samples run, and none waits, they are its last ones."""
+"""The share of a round's samples that are called its last answers, once no sample waits."""
 _NUM_STEPS = 10
-"""The newest steps, whose time is told."""
+"""The number of newest steps whose time is told."""
 _MUCH = 0.3
-"""A share of the time that is worth a person's."""
+"""The least share of the time at which a wait is reported."""
 _SHORT_S = 0.5
-"""A wait of so little a step is worth nobody's."""
+"""The least seconds a step at which a wait is reported."""
 _PER_HOUR = 3600.0
 
 WORDS = {
@@ -57,7 +57,7 @@ class TimePart(NamedTuple):
     seconds: float
     share: float
     usd: float
-    """Of what was spent meanwhile, this part's share."""
+    """This part's share of what was spent meanwhile."""
     a_step_s: float
     """Seconds for each of the steps."""
 
@@ -126,7 +126,7 @@ class TimeUse:
 
 
 class WaitingContext(NamedTuple):
-    """What else is known of a run, to say why something is waited for."""
+    """What else is known of a run, from which the reason of a wait is told."""
 
     status: Status | None = None
     lines: Sequence[StepLine] = ()

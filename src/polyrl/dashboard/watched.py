@@ -38,10 +38,10 @@ _ALARMING = (
 _HISTORY = 500
 _LEDGER_EVERY_S = 10.0
 _LEDGER_REST = 20.0
-"""A long journal is read again after so many times what reading it took."""
-_PARTS = re.compile(r"\d+|\D+")
+"""The pause before a journal is read again, as a multiple of the time that reading it took."""
+_DIGITS_OR_TEXT = re.compile(r"\d+|\D+")
 _SAME_S = 0.5
-"""For so long, all pages are told the same."""
+"""Pages that ask within this time are told the same."""
 _MAX_SERIES = 64
 
 
@@ -83,7 +83,7 @@ class WatchedRun:
     # What the page asks for
 
     def now(self) -> dict[str, Any]:
-        """Return what the run does, the same for all pages that ask at about the same time."""
+        """Return what the run does at this moment."""
         with self._lock:
             if self._now is None or time.monotonic() - self._now[0] > _SAME_S:
                 self._now = time.monotonic(), self._look()
@@ -97,7 +97,7 @@ class WatchedRun:
         parts = self.follower.time_parts() if self.follower.is_at_end else []  # in between, they are those of the past
         raised = list(self._alarms(status))
         slow_workers = [one.of for one in raised if one.name == "slow worker"]
-        slow = waiting.slowest(parts, self._surroundings(status, slow_workers))
+        slow = waiting.slowest(parts, self._context(status, slow_workers))
         return {
             "name": self.name,
             "kind": "simulation" if self.is_simulation else "live" if self.live else "over",
@@ -167,7 +167,7 @@ class WatchedRun:
         hosts = sum(one.price_usd_per_hour for one in status.hosts)
         return workers + hosts + (self.follower.trainer_usd_per_hour if status.trainer != "none" else 0.0)
 
-    def _surroundings(self, status: Status | None, slow_workers: list[str]) -> waiting.WaitingContext:
+    def _context(self, status: Status | None, slow_workers: list[str]) -> waiting.WaitingContext:
         is_async = self._setting("train", "mode") == "async"
         packs_tails = self._setting("rounds", "tail_batching") not in (None, "off")
         lines = self.follower.lines()
@@ -196,15 +196,17 @@ class WatchedRun:
             return {"x": self.curves.axis(axis), "steps": self.curves.steps, "columns": columns}
 
     def fleet(self, text: str, first: int, most: int) -> dict[str, Any]:
-        """Return so many of the workers whose name, state or engine has a text; of a run without a manager, those that
-        it had."""
+        """Return at most `most` of the workers whose name, state or engine contains `text`.
+
+        A run without a manager tells of the workers that it had.
+        """
         status = self._statuses[-1] if self._statuses else None
         rows = self._had() if status is None else [to_builtins(one) for one in status.workers]
         facts = ("name", "state", "engine")
         found = [one for one in rows if any(text in one.get(fact, "") for fact in facts)]
         found.sort(
             key=lambda one: [
-                (int(part), "") if part.isdecimal() else (-1, part) for part in _PARTS.findall(one["name"])
+                (int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS_OR_TEXT.findall(one["name"])
             ]
         )
         others = {} if status is None else {

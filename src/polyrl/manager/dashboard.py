@@ -4,8 +4,8 @@
 
 Rules kept here: the manager reads no file of the run for the page, and its scheduler is asked for its state once every
 two seconds, only while somebody looks. The process is started at the first request, and ended when nobody has asked for
-a while, or with the manager. Requests are bounded; a browser that does not read is waited for by its own request alone,
-and not for ever.
+a while, or with the manager. Requests are bounded; a browser that does not read holds up its own request alone, for a
+minute.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 from polyrl.errors import Refused
+from polyrl.manager import page
 from polyrl.manager.service import Service
 from polyrl.manager.status import status as status_of
 from polyrl.parent import end_with_parent
@@ -33,16 +34,13 @@ _TELL_EVERY_S = 2.0
 _REST_S = 120.0
 """How long the process is kept when nobody asks."""
 _READY_S = 120.0
-"""Python's own start and imports, on a machine whose cores all train."""
+"""The time for the process to start and to import, on a machine whose cores all train."""
 _MAX_REQUESTS = 64
 _STALLED_S = 60.0
 """How long a browser may take nothing of what is sent to it."""
 _SILENT_S = 600.0
 """How long the process may say nothing; a sample's story out of a large journal takes minutes."""
-_PASSED_ON = (
-    "Content-Type", "Content-Security-Policy", "X-Content-Type-Options", "Referrer-Policy", "Cache-Control",
-    "Cross-Origin-Opener-Policy",
-)  # fmt: skip
+_PASSED_ON = ("Content-Type", *page.HEADERS)
 _encode = msgspec.json.Encoder().encode
 
 

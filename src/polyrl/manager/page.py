@@ -1,7 +1,8 @@
 """The files of the dashboard's page, and the headers that all of its answers have.
 
-Rules kept here: the page has nothing of a run in it, so everybody may have it. Its policy lets nothing run, load or
-frame it that is not served here. Its files are read once: a request, also a stranger's, touches no disk.
+Rules kept here: the page holds nothing of a run, so anybody may load it. Its content security policy lets the browser
+run and load only what is served here, and lets no other page frame it. The files are read once, so that requests of
+strangers cost no disk access.
 """
 
 from functools import cache

@@ -9,7 +9,7 @@ const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((one) => [one, 2 * one, 5
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Draw lines over a common x. `lines`: [{label, values}]. Returns the chart; `setData` takes new values. */
+/** Draw lines over a common x. `lines`: [{label, values}]. Returns {close}. */
 export function lineChart(element, xLabel, x, lines, { height = 200, legend = true } = {}) {
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   const chart = new uPlot({
@@ -28,5 +28,5 @@ export function lineChart(element, xLabel, x, lines, { height = 200, legend = tr
   }, [x, ...lines.map((line) => line.values)], element);
   const resize = new ResizeObserver(() => chart.setSize({ width: Math.max(200, element.clientWidth), height }));
   resize.observe(element);
-  return { setData: (xs, values) => chart.setData([xs, ...values]), close: () => { resize.disconnect(); chart.destroy(); } };
+  return { close: () => { resize.disconnect(); chart.destroy(); } };
 }

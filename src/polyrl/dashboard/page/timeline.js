@@ -76,7 +76,7 @@ export function open(place, state) {
     });
     names.replaceChildren(...told.rows.map((row) => h("div", { title: `${plain(row.name)} (${row.kind})` }, shown(row.kind === "local" ? `${row.name}, engine` : row.name))));
     const gone = told.rows.reduce((sum, row) => sum + row.ends.filter((end) => end[1] === "lost").length, 0);
-    const text = `${seconds(told.from_s)} to ${seconds(told.to_s)} of ${seconds(told.run_s)}; rows ${first + 1} to ${first + told.rows.length} of ${told.num_rows}; ${gone} lost in view. Drag to zoom, double-click for the whole run, click on a sample when you are near enough.`;
+    const text = `${seconds(told.from_s)} to ${seconds(told.to_s)} of ${seconds(told.run_s)}; rows ${first + 1} to ${first + told.rows.length} of ${told.num_rows}; ${gone} lost in view. Drag to zoom, double-click for the whole run, zoom in to click on a sample.`;
     status.textContent = text;
     canvas.setAttribute("aria-label", `Timeline of the fleet, ${text}`);
     pages.replaceChildren(
