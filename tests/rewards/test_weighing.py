@@ -13,16 +13,18 @@ STYLE = WeightedReward(name="style", function="mine:style", weight=-0.5)
 
 
 def test_scores_are_weighted_and_added_and_each_is_a_part_before_it_is_weighted():
-    found = weigh([RIGHT, STYLE], [Reward(1.0), Reward(0.4, {"tone": 0.1})])
+    found = weigh([RIGHT, STYLE], [Reward(1.0), Reward(0.4, {"tone": 0.1})], is_only=False)
     assert found == Reward(0.8, {"right": 1.0, "style": 0.4, "style/tone": 0.1})
 
 
 def test_the_only_function_is_the_reward_and_its_parts_keep_their_names():
-    assert weigh([WeightedReward(function="mine:f")], [Reward(2.0, {"a": 1.0})]) == Reward(2.0, {"a": 1.0})
+    assert weigh([WeightedReward(function="mine:f")], [Reward(2.0, {"a": 1.0})], is_only=True) == Reward(
+        2.0, {"a": 1.0}
+    )
 
 
 def test_one_that_has_a_name_is_told_by_it():
-    assert weigh([RIGHT], [Reward(1.0)]) == Reward(1.0, {"right": 1.0})
+    assert weigh([RIGHT], [Reward(1.0)], is_only=True) == Reward(1.0, {"right": 1.0})
 
 
 def chosen(*overrides: str) -> list[tuple[str, float]]:

@@ -19,7 +19,7 @@ from polyrl.bench import reward_pool
 from polyrl.bench.machine import commit, cpu
 from polyrl.bench.reward_pool import PoolLoad
 from polyrl.errors import UserError
-from polyrl.rewards.sandbox import policy
+from polyrl.rewards.sandbox import bubblewrap
 from polyrl.rewards.sandbox.program import InputCase, Program, SandboxLimits
 from polyrl.rewards.sandbox.sandbox import Sandbox, look
 
@@ -58,10 +58,10 @@ def measure(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def fresh_command(layout: policy.MachineLayout) -> list[str]:
+def fresh_command(layout: bubblewrap.MachineLayout) -> list[str]:
     """Return the command of a fresh interpreter behind the same mounts and namespaces."""
     unshared = [f"--unshare-{one}" for one in ("user", "pid", "net", "ipc", "uts")]
-    words = [layout.bwrap, *unshared, "--die-with-parent", "--new-session", "--clearenv", *policy.mounts(layout)]
+    words = [layout.bwrap, *unshared, "--die-with-parent", "--new-session", "--clearenv", *bubblewrap.mounts(layout)]
     return [*words, "--", layout.python, *_FLAGS, "-c", _SOURCE]
 
 

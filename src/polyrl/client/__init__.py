@@ -10,7 +10,7 @@
 | module | holds |
 |---|---|
 | `fleet` | the trainer's calls, and the messages it receives |
-| `judging` | rewards of whole groups, beside the groups that still come |
+| `group_rewards` | rewards of whole groups, beside the groups that still come |
 | `line` | staying connected: every statement is sent again until the manager has it on file |
 
 It survives broken connections and restarts of the manager: missed messages are sent again.

@@ -3,7 +3,7 @@
 A group is handed out once; a group that was handed out and not taken when this process died comes again to the next
 one. A group with a token of a version that we did not publish, or one that is no token of the model (checking.py), is
 not handed out: it is rejected, its writer is named, and another takes its place. So is a group without a reward, where
-groups are scored as a whole (judging.py).
+groups are scored as a whole (group_rewards.py).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from polyrl.client.checking import Fault, find_call_fault, find_fault, find_stranger
-from polyrl.client.judging import GroupJudge, wait_s
+from polyrl.client.group_rewards import GroupRewards, wait_s
 from polyrl.client.line import Line
 from polyrl.errors import NoReward, PolyrlError, UserError, plain
 from polyrl.ids import show_sample
@@ -209,7 +209,7 @@ class Fleet:
         self._config = config
         self._prompt_of = prompts
         self._reward_of, self._group_reward_of = reward, group_reward
-        self._judge = GroupJudge(config.rewards, config.rounds.min_group_samples)
+        self._group_rewards = GroupRewards(config.rewards, config.rounds.min_group_samples)
         self.opened: RunReply | None = None
         """The manager's reply when the run was opened."""
         self.lines: deque[StepLine] = deque(maxlen=_LINES_KEPT)
@@ -316,7 +316,7 @@ class Fleet:
     async def step_done(self, step: int) -> None:
         """Say that the step is trained. Groups of its round that were not taken are discarded."""
         ended = self._rounds.pop(step, _Round())
-        for task in ended.judging.values():
+        for task in ended.group_scoring.values():
             task.cancel()
         self._first_open_step = max(self._first_open_step, step + 1)
         for one in [kept for kept in self._kept if kept <= step]:
@@ -393,8 +393,8 @@ class Fleet:
                     async with asyncio.timeout(5.0):
                         await self.settled()
         finally:
-            judging = [task for one in self._rounds.values() for task in one.judging.values()]
-            tasks = [*self._scoring.values(), *judging, *([] if self._life is None else [self._life])]
+            group_scoring = [task for one in self._rounds.values() for task in one.group_scoring.values()]
+            tasks = [*self._scoring.values(), *group_scoring, *([] if self._life is None else [self._life])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -484,9 +484,9 @@ class Fleet:
         if self._group_reward_of is None:
             round_.ready.append(group)
             return
-        task = asyncio.create_task(self._judge_group(group, round_, self._group_reward_of))
-        round_.judging[group.id] = task
-        task.add_done_callback(lambda _: round_.judging.pop(group.id, None))
+        task = asyncio.create_task(self._score_group(group, round_, self._group_reward_of))
+        round_.group_scoring[group.id] = task
+        task.add_done_callback(lambda _: round_.group_scoring.pop(group.id, None))
 
     def _samples(self, frame: frames.Delivered) -> Iterator[Sample]:
         """The answers of a frame. Raises ConnectionError for one that is not here: after a break all come in full."""
@@ -522,14 +522,14 @@ class Fleet:
         await self.reject(group, str(fault), workers=[fault.worker] if fault.is_lie else [])
         return True
 
-    async def _judge_group(self, group: Group, round_: "_Round", reward_of: GroupRewardOf) -> None:
+    async def _score_group(self, group: Group, round_: "_Round", reward_of: GroupRewardOf) -> None:
         """Hand a group out when its samples have their rewards as a group; reject it if there are none."""
         try:
             with contextlib.suppress(PolyrlError):  # of a fleet that has failed, which is told to all who wait for it
                 if await self._refuse(group):  # no tokenizer knows ids that are none
                     return
                 try:
-                    added = await self._judge.ask(reward_of, group, len(group.samples))
+                    added = await self._group_rewards.ask(reward_of, group, len(group.samples))
                 except NoReward as error:
                     self._tell_of_none(f"group {group.id}, which is rejected", str(error))
                     await self.reject(group, f"no reward: {error}")
@@ -541,7 +541,7 @@ class Fleet:
         except Exception as error:  # noqa: BLE001  a bug of ours: who waits for the group must hear of it
             round_.broke_by = error
         finally:
-            round_.judging.pop(group.id, None)
+            round_.group_scoring.pop(group.id, None)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -612,7 +612,7 @@ class _Round:
         self.seen: set[int] = set()
         """Groups that came to us: each is handed out once."""
         self.rejected: set[int] = set()
-        self.judging: dict[int, asyncio.Task[None]] = {}
+        self.group_scoring: dict[int, asyncio.Task[None]] = {}
         """Groups whose rewards as a group are not there yet."""
         self.broke_by: Exception | None = None
         self.closed: frames.Closed | None = None
@@ -623,7 +623,7 @@ class _Round:
         if self.data_ended or self.closed is None:
             return self.data_ended
         voided = not self.rejected.isdisjoint((*self.closed.delivered, *self.closed.taken))
-        return not voided and not self.judging and self.seen.issuperset(self.closed.delivered)
+        return not voided and not self.group_scoring and self.seen.issuperset(self.closed.delivered)
 
 
 def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tuple[frames.PromptPayload, ...]:

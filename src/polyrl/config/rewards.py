@@ -25,6 +25,11 @@ REWARD_NAMES = "arithmetic, math, code, judge, reward_model or module:function"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+def wall_limit_s(cpu_s: float) -> float:
+    """Return the wall time behind a limit of CPU time, for code that waits instead of computing."""
+    return 2.0 * cpu_s + 2.0
+
+
 class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A reward function and its weight in the sum."""
 
@@ -101,8 +106,8 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def wall_s(self) -> float:
-        """The wall time of a function. A limit of CPU time has this behind it, for what waits instead of computing."""
-        return max(self.timeout_s, 2.0 * self.t_max_s + 2.0) if self.adaptive else self.timeout_s
+        """The wall time of a function."""
+        return max(self.timeout_s, wall_limit_s(self.t_max_s)) if self.adaptive else self.timeout_s
 
     @property
     def memory_bytes(self) -> int:

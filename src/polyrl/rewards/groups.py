@@ -94,7 +94,7 @@ def _check_one(value: Any, at: int) -> Reward | None:
         raise RewardFailed(f"answer {at} of the group: {error}") from error
 
 
-def check_taken(function: RewardFunction, key: str, *, whole_group: bool) -> None:
+def check_annotation(function: RewardFunction, key: str, *, whole_group: bool) -> None:
     """Raise ConfigError if the annotation of what a function is called with contradicts the recipe."""
     called: Any = function.__call__ if inspect.isclass(function) else function
     try:

@@ -23,6 +23,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 import msgspec
 
+from polyrl.config.rewards import wall_limit_s
 from polyrl.errors import one_line
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.groups import RewardGroup, take_apart
@@ -133,15 +134,15 @@ class RewardCall(NamedTuple):
         return isinstance(reply, Failed) or isinstance(self.given, RewardInput)
 
     def wall_s(self, *, is_async: bool) -> float:
-        """Return how long a function may take. A plain one with a limit of CPU time has the rest for want of a core."""
+        """Return the limit of wall time. For a plain function with a limit of CPU time it is only a backstop."""
         if is_async or not self.cpu_s:
             return self.timeout_s
-        return min(self.timeout_s, 2.0 * self.cpu_s + 2.0)
+        return min(self.timeout_s, wall_limit_s(self.cpu_s))
 
 
 class ProcessBroke(Exception):
-    """The process ended before it answered. `is_own` means that no other answer can have caused it; `timed_out`, that a
-    function took too long. A process that was not ready in time is no such function."""
+    """The process ended before it answered. `is_own`: no other answer can have caused it. `timed_out`: a function took
+    too long; a process that was not ready in time does not count."""
 
     def __init__(self, reason: str, *, is_own: bool, timed_out: bool = False, cpu_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -205,7 +206,7 @@ class RewardProcess(asyncio.Protocol):
         nonce = secrets.token_bytes(NONCE_BYTES)
         given, answers = take_apart(call.given)
         try:
-            question = encode(
+            request = encode(
                 Ask(nonce, "reward", call.function, call.arguments, given, call.timeout_s, call.cpu_s, answers)
             )
         except (TypeError, ValueError, OverflowError) as error:
@@ -213,7 +214,7 @@ class RewardProcess(asyncio.Protocol):
         waiting = self._waiting[nonce] = _Waiting(call, self._loop.create_future())
         waiting.timer = self._loop.call_later(self._surroundings.start_s, self._not_begun, nonce)
         assert self._transport is not None
-        self._transport.write(question)
+        self._transport.write(request)
         return await waiting.answer
 
     async def end(self) -> None:

@@ -16,7 +16,7 @@ from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, d
 from polyrl.rewards.reward import OURS, check_reward, find_reward
 
 _ANYWHERE = {"code": "polyrl.rewards.sandbox.scoring:ProgramReward"}
-"""Functions of ours that cannot be imported on every machine, and those with the same arguments that can."""
+"""Functions of ours that some machines cannot import, each with a class of the same arguments that all can."""
 
 
 def check_functions(functions: Mapping[str, WeightedReward], surroundings: Surroundings | None = None) -> None:

@@ -80,7 +80,7 @@ RewardRequest = RewardSetup | Ask
 Reply = Began | RewardScored | GroupScored | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
-decode_question = msgspec.msgpack.Decoder(RewardRequest).decode
+decode_request = msgspec.msgpack.Decoder(RewardRequest).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 

@@ -67,9 +67,9 @@ class RewardPool:
         self._max_processes, self._timeout_s, self._together = processes, timeout_s, together
         self._surroundings = Surroundings() if surroundings is None else surroundings
         self._processes: list[RewardProcess] = []
-        self._queue: deque[_Place] = deque()
+        self._queue: deque[_Waiting] = deque()
         self.remote = RemotePlaces(self._fill, self._surroundings.start_s)
-        """The places at reward workers: none before a dispatcher tells of some."""
+        """The places at reward workers; none until a dispatcher connects."""
         self._asking: set[asyncio.Task[ScoredReply]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
@@ -112,7 +112,7 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the current processes."""
+        """Return the ids of the current processes."""
         return [one.pid for one in self._processes if one.pid is not None]
 
     async def close(self) -> None:
@@ -194,67 +194,68 @@ class RewardPool:
 
         `alone`: a process that has answered nothing before, and answers nothing else meanwhile.
         """
-        place = _Place(call.function, asyncio.get_running_loop().create_future(), alone=alone)
-        place.is_suspect, place.may_travel = is_suspect, may_travel and not alone
-        self._queue.append(place)
+        waiting = _Waiting(call.function, asyncio.get_running_loop().create_future(), alone=alone)
+        waiting.is_suspect, waiting.may_travel = is_suspect, may_travel and not alone
+        self._queue.append(waiting)
         self._fill()
         try:
-            process = await place.process
+            place = await waiting.place
         except asyncio.CancelledError:
-            if place.process.done() and not place.process.cancelled():
-                self._give_back(place.process.result())
+            if waiting.place.done() and not waiting.place.cancelled():
+                self._give_back(waiting.place.result())
             raise
         try:
-            return await process.ask(call)
+            return await place.ask(call)
         finally:
-            if self._first.get(call.function) is process:
+            if self._first.get(call.function) is place:
                 del self._first[call.function]
-            self._give_back(process)
+            self._give_back(place)
 
     # Assigning processes
 
     def _fill(self) -> None:
         """Assign free places to waiting requests, first come first served.
 
-        A choosy one keeps nobody from going to a reward worker; processes are for those that came first.
+        A choosy request that gets none is passed over, for requests that may go to a reward worker; the next free
+        process stays its own.
         """
-        choosy: list[_Place] = []
+        choosy: list[_Waiting] = []
         while self._queue:
-            place = self._queue[0]
-            if not place.process.done():
-                process = None if choosy else self._place_for(place)
-                if process is None and place.may_travel:
-                    process = self.remote.take(is_suspect=place.is_suspect)
-                if process is None and not place.is_choosy:
+            waiting = self._queue[0]
+            if not waiting.place.done():
+                place = None if choosy else self._process_for(waiting)
+                if place is None and waiting.may_travel:
+                    place = self.remote.take(is_suspect=waiting.is_suspect)
+                if place is None and not waiting.is_choosy:
                     break
-                if process is None:
-                    choosy.append(place)
+                if place is None:
+                    choosy.append(waiting)
                 else:
-                    self._assign(place, process)
+                    self._assign(waiting, place)
             self._queue.popleft()
         self._queue.extendleft(reversed(choosy))
 
-    def _assign(self, place: "_Place", process: RewardProcess | RemotePlace) -> None:
-        if isinstance(process, RewardProcess):
-            process.num_asking += 1
-            process.is_alone = place.alone
-            process.is_shared = self._is_async.get(place.name, False) and not place.alone
-            if place.name not in self._is_async:
-                self._first[place.name] = process
-        place.process.set_result(process)
+    def _assign(self, waiting: "_Waiting", place: RewardProcess | RemotePlace) -> None:
+        if isinstance(place, RewardProcess):
+            place.num_asking += 1
+            place.is_alone = waiting.alone
+            place.is_shared = self._is_async.get(waiting.name, False) and not waiting.alone
+            if waiting.name not in self._is_async:
+                self._first[waiting.name] = place
+        waiting.place.set_result(place)
 
-    def _place_for(self, place: "_Place") -> RewardProcess | None:
+    def _process_for(self, waiting: "_Waiting") -> RewardProcess | None:
         for broken in [one for one in self._processes if not one.is_usable and not one.num_asking]:
             self._end(broken)
-        if place.alone:
+        if waiting.alone:
             idle = [one for one in self._processes if not one.num_asking]
             if len(self._processes) >= self._max_processes and idle:
                 self._end(idle[0])
             return self._start_one()
-        if place.name not in self._is_async and place.name in self._first:
+        if waiting.name not in self._is_async and waiting.name in self._first:
             return None  # async functions share a process, and each further one would load a reward model again
         usable = [one for one in self._processes if one.is_usable]
-        if self._is_async.get(place.name, False):
+        if self._is_async.get(waiting.name, False):
             shared = [one for one in usable if one.is_shared and 0 < one.num_asking < self._together]
             if shared:
                 return min(shared, key=lambda one: one.num_asking)
@@ -273,15 +274,15 @@ class RewardPool:
         if is_new or is_async:  # another process may have begun its first async function, and has room from now on
             self._fill()
 
-    def _give_back(self, process: RewardProcess | RemotePlace) -> None:
-        if isinstance(process, RemotePlace):
-            process.give_back()
+    def _give_back(self, place: RewardProcess | RemotePlace) -> None:
+        if isinstance(place, RemotePlace):
+            place.give_back()
             self._fill()
             return
-        process.num_asking -= 1
-        if process in self._processes:
-            if not process.is_usable and not process.num_asking:
-                self._end(process)
+        place.num_asking -= 1
+        if place in self._processes:
+            if not place.is_usable and not place.num_asking:
+                self._end(place)
             self._fill()
 
     def _end(self, process: RewardProcess) -> None:
@@ -300,14 +301,14 @@ def _reward(told: RewardScored) -> Reward:
     return Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct)
 
 
-class _Place:
-    """A request that waits for a place."""
+class _Waiting:
+    """A request that waits for a place: a process, or a place at a reward worker."""
 
-    def __init__(self, name: str, process: "asyncio.Future[RewardProcess | RemotePlace]", *, alone: bool) -> None:
-        self.name, self.process, self.alone = name, process, alone
+    def __init__(self, name: str, place: "asyncio.Future[RewardProcess | RemotePlace]", *, alone: bool) -> None:
+        self.name, self.place, self.alone = name, place, alone
         self.is_suspect, self.may_travel = False, True
 
     @property
     def is_choosy(self) -> bool:
-        """Whether a place that it cannot have may do for the next one."""
+        """Whether the request after it may take a place that it may not."""
         return self.is_suspect or not self.may_travel

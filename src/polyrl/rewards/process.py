@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyrl.errors import ConfigError, one_line, plain, shorten
 from polyrl.parent import end_with_parent
-from polyrl.rewards.groups import check_taken, check_values, make_group
+from polyrl.rewards.groups import check_annotation, check_values, make_group
 from polyrl.rewards.messages import (
     Ask,
     Began,
@@ -39,7 +39,7 @@ from polyrl.rewards.messages import (
     Reply,
     RewardScored,
     RewardSetup,
-    decode_question,
+    decode_request,
     encode,
     take_messages,
 )
@@ -88,11 +88,11 @@ class RewardServer:
                 break
             self._buffer += data
             for body in take_messages(self._buffer):
-                question = decode_question(body)
-                if isinstance(question, RewardSetup):
-                    _set_up(question)
+                request = decode_request(body)
+                if isinstance(request, RewardSetup):
+                    _set_up(request)
                 else:
-                    self._answer(question)
+                    self._answer(request)
         if self._objects.closes:
             self._on_loop(self._objects.close())
 
@@ -153,7 +153,7 @@ class RewardServer:
 
         def begin_all() -> None:
             for body in take_messages(self._buffer):
-                other = decode_question(body)
+                other = decode_request(body)
                 assert isinstance(other, Ask), "the other message is said once, first"
                 its = self._find(other)
                 if its is not None and is_async(its):
@@ -206,7 +206,7 @@ class RewardServer:
 def _checked(ask: Ask, function: RewardFunction) -> Reply:
     try:
         check_reward(function, ask.arguments, ask.key)
-        check_taken(function, ask.key, whole_group=ask.answers is not None)
+        check_annotation(function, ask.key, whole_group=ask.answers is not None)
     except ConfigError as error:
         return Failed(ask.nonce, str(error), "unknown")
     return RewardScored(ask.nonce, 0.0, {})
@@ -237,7 +237,7 @@ def _given(ask: Ask) -> Any:
 
 
 def _reply(ask: Ask, value: Any, cpu_s: float | None = None) -> Reply:
-    """`cpu_s` is the CPU time that was measured, for a function that does not say it."""
+    """Make the reply of what a function returned. `cpu_s`: the measured CPU time, used where the function says none."""
     if ask.answers is not None:
         found = check_values(value, len(ask.answers))
         return GroupScored(ask.nonce, [None if one is None else _scored(b"", one) for one in found])

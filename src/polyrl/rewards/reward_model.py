@@ -65,7 +65,7 @@ class RewardModel:
 
     @property
     def num_batches(self) -> int:
-        """The number of batches that were computed here."""
+        """The number of batches computed in this process."""
         return 0 if self._model is None else self._model.num_batches
 
     async def _ask(self, endpoint: Endpoint, given: RewardInput) -> float:

@@ -78,15 +78,15 @@ def weigh(
     found: Sequence[Reward],
     solved_above: float = 0.5,
     *,
-    is_only: bool | None = None,
+    is_only: bool,
 ) -> Reward:
-    """`is_only`: no other function scores these answers; None: if there is one here."""
+    """Combine the scores of an answer. `is_only`: the recipe has no other function that scores it."""
     outcome = _WORST_LAST[max(_WORST_LAST.index(one.outcome) for one in found)]
     longest = max(found, key=lambda one: -1.0 if one.cpu_s is None else one.cpu_s)
     correct = longest.correct
     if correct is None and longest.cpu_s is not None:
         correct = longest.score > solved_above
-    if (len(functions) == 1 if is_only is None else is_only) and not functions[0].name:
+    if is_only and not functions[0].name:
         return Reward(functions[0].weight * found[0].score, found[0].parts, outcome, longest.cpu_s, correct)
     parts: dict[str, float] = {}
     for function, reward in zip(functions, found, strict=True):

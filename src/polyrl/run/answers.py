@@ -108,12 +108,12 @@ async def score_answers(recipe: Recipe, path: Path) -> list[ScoredLine]:
             return scored
         given = [(domain, one) for _, domain, one in inputs]
 
-        async def judge(group: list[int]) -> dict[int, ScoredLine]:
+        async def with_group(group: list[int]) -> dict[int, ScoredLine]:
             async with places:
                 return await _with_group(tasks, given, scored, group)
 
-        judged = await asyncio.gather(*map(judge, _groups(given, scored)))
-        found = {at: one for each in judged for at, one in each.items()}
+        with_groups = await asyncio.gather(*map(with_group, _groups(given, scored)))
+        found = {at: one for each in with_groups for at, one in each.items()}
         return [found.get(at, one) for at, one in enumerate(scored)]
     finally:
         await tasks.close()

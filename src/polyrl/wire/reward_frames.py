@@ -27,6 +27,8 @@ MAX_DISPATCHER_FRAME_BYTES = MAX_JOB_BYTES + (64 << 10)
 MAX_PLACES = 256
 """Jobs that a reward worker may have at once; whoever claims more has so many."""
 MAX_RETURNED = 4096
+ERA_BITS = 31
+"""The bits of an era, and of a job's number within it. A job's number begins with its era."""
 
 JobBody = Annotated[bytes, Meta(max_length=MAX_JOB_BYTES)]
 ResultBody = Annotated[bytes, Meta(max_length=MAX_RESULT_BYTES)]

@@ -28,7 +28,7 @@ FILE = "judge.json"
 _RECORD_BYTES = 512
 _MOST = 1e15
 _LONGEST_WAIT_S = 600.0
-"""A next request that is further away is of a clock that began anew: the machine was started again."""
+"""A time further ahead than this is of a clock from before a reboot, and is ignored."""
 
 _Amount = Annotated[float, Meta(ge=0, le=_MOST)]
 _Count = Annotated[int, Meta(ge=0, le=int(_MOST))]

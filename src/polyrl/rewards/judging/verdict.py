@@ -78,7 +78,7 @@ def _text(value: Any) -> str:
 
 
 def schema(lowest: float, highest: float) -> dict[str, Any]:
-    """Return the `response_format` of a verdict. The reasons come first: a judge that reasons, reasons before."""
+    """Return the `response_format` of a verdict. `why` comes first, so that the judge reasons before it scores."""
     score = {"type": "number", "minimum": lowest, "maximum": highest}
     verdict = {
         "type": "object",

@@ -22,7 +22,7 @@ class Batches(Generic[Item]):
         self._working: asyncio.Task[None] | None = None
 
     async def score(self, item: Item) -> float:
-        """Raises what the computation raised."""
+        """Return an item's number. Raises what its batch raised."""
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, answer))
         if self._working is None or self._working.done():

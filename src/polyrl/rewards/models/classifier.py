@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_TOKENS = 1 << 24
-"""Tokenizers that know no limit say a larger number."""
+"""A tokenizer without a limit reports a larger number."""
 
 InputTokens = Mapping[str, list[int]]
 _Message = dict[str, Any]
@@ -53,7 +53,6 @@ class Classifier:
         config = self._model.config
         labels = tuple(str(config.id2label[number]) for number in range(config.num_labels))
         self._label = label_number(labels, args.label)
-        self._is_single = len(labels) == 1
         self._max_tokens = _longest(args.max_tokens, config, self._tokenizer)
         self._tokenizer.truncation_side = "right" if args.truncate == "right" else "left"
         self._special = _special_tokens(self._tokenizer)

@@ -63,7 +63,7 @@ def read_score(args: RewardModelArgs, reply: Any) -> float:
 
 
 def _number(said: Any) -> float:
-    """Raises TypeError, and OverflowError for a whole number that is too large."""
+    """Return a number, NaN for null. Raises TypeError, and OverflowError for a whole number that is too large."""
     if said is None:
         return math.nan
     if isinstance(said, bool) or not isinstance(said, int | float):

@@ -62,7 +62,7 @@ class RewardModelArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def served_form(self) -> str:
-        """The form of what a server is asked."""
+        """The form in which a server is sent prompt and answer."""
         if self.form != "auto":
             return self.form
         return "chat" if self.server == "vllm" else "text"

@@ -41,9 +41,6 @@ from polyrl.wire.dial import Dialer, Patience, SessionOver, stay_connected
 log = logging.getLogger("polyrl.rewards")
 
 _KEPT_RESULTS = 4096
-_TOGETHER = 8
-"""Async functions that share a process."""
-_ERA_BITS = 31
 _READ_CPU_EVERY_S = 10.0
 
 
@@ -64,7 +61,8 @@ class RewardWorkerOptions(NamedTuple):
 
 
 class RewardWorkerOver(Exception):
-    """The worker's life is over; the message says why. `ok`: as it should be. `is_misfit`: it can never serve it."""
+    """The worker's life is over; the message says why. `ok`: it ended in order. `is_misfit`: this machine cannot serve
+    the run, so that starting it again would not help."""
 
     def __init__(self, why: str, *, ok: bool, is_misfit: bool = False) -> None:
         super().__init__(why)
@@ -98,7 +96,7 @@ class RewardAgent:
     # Life
 
     async def run(self) -> RewardWorkerOver:
-        """Returns how it ended; its processes are ended."""
+        """Live until the end, and return how it ended. All processes are gone then."""
         self._over = asyncio.get_running_loop().create_future()
         async with self._dialer:
             life = asyncio.create_task(self._live())
@@ -260,18 +258,13 @@ class RewardAgent:
                 self._end(RewardWorkerOver(f"no process can be started: {one_line(error)}", ok=False))
                 return
             self._terms, self._rules = terms, rules
-            self._pool = RewardPool(
-                self._options.places,
-                terms.wall_s,
-                together=_TOGETHER,
-                surroundings=surroundings,
-            )
+            self._pool = RewardPool(self._options.places, terms.wall_s, surroundings=surroundings)
             functions = ", ".join(dict.fromkeys(one.function for one in terms.functions.values()))
             log.info("scoring with %s, %d answers at once", functions, self._options.places)
         await self._send(r.RewardReady(rules.era, self._options.places))
 
     def _surroundings(self, terms: RewardTerms) -> Surroundings:
-        """Raises ConfigError without the sandbox that is wanted."""
+        """Return how processes are started. Raises ConfigError without the sandbox that is wanted."""
         names = [one.function for one in terms.functions.values()]
         walls = look_for_walls(names, None) if terms.sandbox else None
         facts = RunFacts(timeout_s=terms.wall_s, processes=self._options.places)
@@ -294,7 +287,7 @@ class RewardAgent:
         if given.job in self._results:
             await self._send(r.JobDone(given.job, self._results[given.job]))
             return
-        if given.job in self._jobs or self._rules is None or given.job >> _ERA_BITS != self._rules.era:
+        if given.job in self._jobs or self._rules is None or given.job >> r.ERA_BITS != self._rules.era:
             return
         assert self._pool is not None, "there are rules, so there is a pool"
         self._jobs[given.job] = self._keep(self._score(self._pool, given))

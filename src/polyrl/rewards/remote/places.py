@@ -24,6 +24,7 @@ from polyrl.rewards.line import START_TIMEOUT_S, RewardCall, ScoredReply
 from polyrl.rewards.remote.travel import BadResult, pack_call, read_result
 from polyrl.rewards.reward import RewardStops
 from polyrl.wire.reward_frames import (
+    ERA_BITS,
     MAX_JOB_BYTES,
     MAX_PLACES,
     Accuse,
@@ -42,7 +43,6 @@ _FIRST_PLACES = 4
 _PLACES_A_RESULT = 4
 """How many places of a worker are used at first, and how many more for every result."""
 _GRACE_S = 30.0
-_JOB_BITS = 31
 _PAST_KEPT = 1024
 _LIVES_KEPT = 1024
 
@@ -82,15 +82,18 @@ class _RemoteWorker:
         """The numbers of jobs that it had: their results may come twice."""
         self.num_reserved = 0
         self.num_results = 0
-        self.has_suspect = self.is_missing = self.is_excused = False
-        """It has a suspect job; the manager does not list it; and that after a break, which may be why it went."""
+        self.has_suspect = False
+        self.is_missing = False
+        """Whether the manager has stopped listing it."""
+        self.is_excused = False
+        """Whether it went missing after a break of ours, which may be the reason."""
 
     @property
     def key(self) -> SeatKey:
         return self.seat.worker, self.seat.life
 
     def forget(self, number: int) -> None:
-        """A job is not this worker's any more."""
+        """Remember a job that is no longer this worker's."""
         self._past[number] = None
         if len(self._past) > _PAST_KEPT:
             self._past.popitem(last=False)
@@ -150,7 +153,7 @@ class RemotePlaces:
         self._send: Send | None = None
         self._settled_at = 0.0
         self._num_jobs = 0
-        self.era = secrets.randbits(_JOB_BITS)
+        self.era = secrets.randbits(ERA_BITS)
         """The beginning of every job's number: those of a trainer before this one are not ours."""
         self._has_seen_any = False
         self._num_scored = self._num_lost = 0
@@ -198,7 +201,7 @@ class RemotePlaces:
 
     def begin(self, worker: _RemoteWorker, call: RewardCall, body: bytes, *, is_suspect: bool) -> _Job:
         self._num_jobs += 1
-        job = _Job((self.era << _JOB_BITS) + self._num_jobs, call, body, is_suspect=is_suspect)
+        job = _Job((self.era << ERA_BITS) + self._num_jobs, call, body, is_suspect=is_suspect)
         worker.jobs[job.number] = job
         self._give(worker, job)
         return job
@@ -211,7 +214,7 @@ class RemotePlaces:
     # For the dispatcher
 
     def connected(self, send: Send) -> None:
-        """A connection to the manager is there: the workers that it lists are sent their jobs again."""
+        """Use this connection to the manager. Workers that it lists are sent their jobs again."""
         self._send = send
         self._settled_at = asyncio.get_running_loop().time() + (REJOIN_S if self._workers else 0.0)
         self._set_away()
@@ -265,7 +268,7 @@ class RemotePlaces:
                 self._end(worker, job, said.result)
             elif job is not None:
                 self._take_back(worker, job, WorkerLost("it was handed back", is_suspect=False))
-            elif number >> _JOB_BITS == self.era and number not in worker.past:
+            elif number >> ERA_BITS == self.era and number not in worker.past:
                 self._accuse(worker, "it answered a job that it was not given", is_suspect=False)
                 return
         self._changed()

@@ -58,7 +58,7 @@ def pack_terms(terms: RewardTerms) -> bytes:
 
 
 def read_terms(body: bytes) -> RewardTerms:
-    """Raises ConfigError for settings of another PolyRL."""
+    """Decode settings. Raises ConfigError for those of another PolyRL version."""
     try:
         return _decode_terms(body)
     except _NO_DATA as error:
@@ -66,7 +66,7 @@ def read_terms(body: bytes) -> RewardTerms:
 
 
 def pack_call(call: RewardCall) -> bytes:
-    """Raises RewardFailed for a row that is no plain data."""
+    """Encode a job. Raises RewardFailed for a row that is no plain data."""
     given, answers = take_apart(call.given)
     try:
         return _encoder.encode(
@@ -77,7 +77,7 @@ def pack_call(call: RewardCall) -> bytes:
 
 
 def read_call(body: bytes) -> RewardCall:
-    """Raises RewardFailed for a job of another PolyRL."""
+    """Decode a job. Raises RewardFailed for one of another PolyRL version."""
     try:
         read = _decode_call(body)
     except _NO_DATA as error:

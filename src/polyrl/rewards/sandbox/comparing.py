@@ -1,4 +1,4 @@
-"""Compare what a program printed or returned with what is expected. Pure; the program's side is a stranger's bytes.
+"""Compare what a program printed or returned with what is expected. Pure; what the program said is not trusted.
 
 Rules kept here: values are compared by content, with a tolerance where one side is a float; a list and a tuple are the
 same. NaN equals NaN. No comparison takes long, whatever a program returns: depth is bounded, long numbers are not read,
@@ -89,7 +89,7 @@ def same_value(expected: Any, found: Any) -> bool:
 
 
 def _same_dict(expected: dict[Any, Any], found: dict[str, Any]) -> bool:
-    """Keys of JSON are texts; a program's may be numbers."""
+    """Compare by keys. Those of JSON are texts; a program's may be numbers."""
     if len(expected) != len(found):
         return False
     for key, value in expected.items():

@@ -1,7 +1,7 @@
 """From a program and a case to a job, and from a run's result to a verdict. Pure.
 
-Rules kept here: a job holds no expected value. A case that the sandbox's own failure ended is no case: that is an
-exception in slot.py, and never a verdict of the program.
+Rules kept here: a job holds no expected value. A failure of the sandbox itself is an exception in slot.py, and never a
+verdict on the program.
 """
 
 import os
@@ -11,12 +11,13 @@ from typing import Any, assert_never
 import msgspec
 from msgspec import Struct
 
+from polyrl.config.rewards import wall_limit_s
 from polyrl.errors import plain, shorten
+from polyrl.rewards.sandbox.bubblewrap import PACKAGES
 from polyrl.rewards.sandbox.comparing import is_raised, read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import values
 from polyrl.rewards.sandbox.inside.watching import Bounds
 from polyrl.rewards.sandbox.languages import BINARY, Language, compiler, start
-from polyrl.rewards.sandbox.policy import PACKAGES
 from polyrl.rewards.sandbox.program import (
     CallCase,
     Case,
@@ -26,14 +27,13 @@ from polyrl.rewards.sandbox.program import (
     Program,
     PytestCase,
     SandboxLimits,
-    wall_limit,
 )
 from polyrl.rewards.sandbox.slot import RunResult, SandboxJob
 
 TESTS_FILE = "test_solution.py"
 _MAX_BINARY_BYTES = 32 << 20
 _BUSY = 3.0
-"""How much longer than its limit a program may take for want of a core, of which it is not guilty."""
+"""How many times its wall limit a program may take while it waits for a core, which is not its fault."""
 _COMPILE_S, _COMPILE_MEMORY = 10.0, 1 << 30
 _RAISED = 1
 """The exit code of a program that ended with an exception."""
@@ -48,7 +48,7 @@ def compile_job(program: Program, language: Language, limits: SandboxLimits) -> 
         "memory_bytes": _COMPILE_MEMORY,
         "limits_address_space": True,
     }
-    job = _job(header, [b"", program.source.encode(errors="replace")], limits, _COMPILE_S, wall_limit(_COMPILE_S))
+    job = _job(header, [b"", program.source.encode(errors="replace")], limits, _COMPILE_S, wall_limit_s(_COMPILE_S))
     return job._replace(value_bytes=_MAX_BINARY_BYTES)
 
 
@@ -74,7 +74,7 @@ def run_job(
             assert_never(case)
     header |= {"files": files, "memory_bytes": limits.memory_mb << 20}
     cpu_s = limits.cpu_s if program.cpu_s is None else min(program.cpu_s, limits.cpu_s)
-    wall_s = limits.wall_limit_s if program.cpu_s is None else min(wall_limit(cpu_s), limits.wall_limit_s)
+    wall_s = limits.wall_limit_s if program.cpu_s is None else min(wall_limit_s(cpu_s), limits.wall_limit_s)
     return _job(header, [given, *pieces], limits, cpu_s, wall_s)._replace(tests=tests)
 
 

@@ -6,7 +6,7 @@ started are tried again, with pauses; programs that wait for one meanwhile fail,
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 from polyrl.rewards.sandbox.slot import Slot, SlotBroke
@@ -124,7 +124,7 @@ class ZygotePool:
         self._all.add(slot)
         self._give(slot)
 
-    def _spawn(self, work: "asyncio.coroutines.Coroutine[object, object, None]") -> None:  # type: ignore[name-defined]
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
         if self._is_closed:
             work.close()
             return

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from polyrl.config.rewards import wall_limit_s
 from polyrl.scheduling.core.bounds import Positive
 
 Outcome = Literal["passed", "failed", "timed_out", "crashed", "refused", "infrastructure_failed"]
@@ -37,11 +38,7 @@ class SandboxLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def wall_limit_s(self) -> float:
-        return wall_limit(self.cpu_s) if self.wall_s is None else self.wall_s
-
-
-def wall_limit(cpu_s: float) -> float:
-    return 2.0 * cpu_s + 2.0
+        return wall_limit_s(self.cpu_s) if self.wall_s is None else self.wall_s
 
 
 class InputCase(Struct, frozen=True, kw_only=True, tag="input"):

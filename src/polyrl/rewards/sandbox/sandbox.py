@@ -20,10 +20,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from polyrl.errors import UserError
-from polyrl.rewards.sandbox import cgroups, jobs, policy
+from polyrl.rewards.sandbox import bubblewrap, cgroups, jobs
 from polyrl.rewards.sandbox import inside as inside_package
 from polyrl.rewards.sandbox.languages import Language, check_installed, find_language
 from polyrl.rewards.sandbox.pool import ZygotePool
@@ -90,7 +90,7 @@ class Sandbox:
             make = lambda: Slot(None, _unsafe_settings(limits), b"", None)  # noqa: E731
         else:
             layout = look(whole, bwrap)
-            settings = policy.settings_of(layout, limits, filter_for(is_program=True))
+            settings = bubblewrap.settings_of(layout, limits, filter_for(is_program=True))
             own = filter_for(is_program=False)
             cgroups.remove_left_behind()
             make = lambda: Slot(layout, settings, own, _cgroup(limits))  # noqa: E731
@@ -155,7 +155,7 @@ class Sandbox:
                 broke = error
         raise broke
 
-    async def _blame(self) -> Any:
+    async def _blame(self) -> Literal["crashed", "infrastructure_failed"]:
         """Return whose fault it is that zygotes break: the program's, if a trivial one passes."""
         language = find_language(_CANARY.language)
         assert language is not None
@@ -190,13 +190,13 @@ class BlockingSandbox:
         self._runner.close()
 
 
-def look(folders: tuple[str, ...] = (), bwrap: str | None = None) -> policy.MachineLayout:
+def look(folders: tuple[str, ...] = (), bwrap: str | None = None) -> bubblewrap.MachineLayout:
     """Look at this machine. Raises UserError where bubblewrap is missing."""
     found = shutil.which("bwrap" if bwrap is None else bwrap)
     if found is None:
         raise UserError(MISSING)
-    links, present = policy.look_at_system()
-    return policy.MachineLayout(
+    links, present = bubblewrap.look_at_system()
+    return bubblewrap.MachineLayout(
         bwrap=found,
         python=os.path.realpath(sys.executable),
         prefix=os.path.realpath(sys.base_prefix),
@@ -224,7 +224,7 @@ def _size(size: int | None) -> int:
 
 
 def _cgroup(limits: SandboxLimits) -> cgroups.Cgroup | None:
-    """The kernel's own limits, a little above those that the warden watches."""
+    """Make a control group with limits a little above those that the zygote watches."""
     return cgroups.make((limits.memory_mb + limits.disk_mb + 128) << 20, limits.processes + 16)
 
 

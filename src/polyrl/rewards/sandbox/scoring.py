@@ -67,7 +67,7 @@ class ProgramReward:
             raise RewardFailed(str(error)) from error
 
     async def __call__(self, given: RewardInput) -> Reward:
-        """Raises RewardFailed; RewardUnavailable if the sandbox failed."""
+        """Run the answer's program. Raises RewardFailed; RewardUnavailable if the sandbox failed."""
         assert self._sandbox is not None
         cases, code = read_cases(given, self._tests), find_code(given.answer)
         source = self._template.replace("{code}", code) if self._template else code

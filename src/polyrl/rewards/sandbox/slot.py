@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyrl.errors import UserError, one_line, plain, shorten
-from polyrl.rewards.sandbox import policy
+from polyrl.rewards.sandbox import bubblewrap
 from polyrl.rewards.sandbox.cgroups import Cgroup
 from polyrl.rewards.sandbox.inside import frames
 from polyrl.rewards.sandbox.inside.watching import Bounds
@@ -29,7 +29,7 @@ from polyrl.rewards.sandbox.inside.zygote import BOUNDS, END_IT, ENDED, MESSAGE_
 
 START_TIMEOUT_S = 20.0
 GRACE_S = 0.6
-"""How long after its limit a run may take to be killed and told of, before the host ends the zygote."""
+"""The time after a run's limit in which the zygote must kill it and say so; then the zygote is ended."""
 _READ_BYTES = 1 << 16
 _CHILD = re.compile(rb'"child-pid": (\d+)[,\s}]')
 
@@ -108,7 +108,7 @@ class Slot:
     """One zygote. `start` it, `run` programs one after the other, `close` it."""
 
     def __init__(
-        self, layout: policy.MachineLayout | None, settings: dict[str, Any], seccomp: bytes, cgroup: Cgroup | None
+        self, layout: bubblewrap.MachineLayout | None, settings: dict[str, Any], seccomp: bytes, cgroup: Cgroup | None
     ) -> None:
         self._layout, self._settings, self._seccomp, self._cgroup = layout, settings, seccomp, cgroup
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,7 +121,7 @@ class Slot:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
 
     async def start(self) -> None:
-        """Raises SlotBroke, with what the sandbox said."""
+        """Start the zygote. Raises SlotBroke, with what the sandbox said."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await (self._start_unsafe() if self._layout is None else self._start_safe(self._layout))
@@ -209,16 +209,16 @@ class Slot:
 
     # Starting
 
-    async def _start_safe(self, layout: policy.MachineLayout) -> None:
+    async def _start_safe(self, layout: bubblewrap.MachineLayout) -> None:
         info, info_far = os.pipe()
         block_far, block = os.pipe()
         seccomp, seccomp_far = os.pipe()
         os.write(seccomp_far, self._seccomp)
         os.close(seccomp_far)
-        pipes = policy.Pipes(self._theirs.fileno(), info_far, block_far, seccomp)
+        pipes = bubblewrap.Pipes(self._theirs.fileno(), info_far, block_far, seccomp)
         try:
             self._popen(
-                policy.command(layout, pipes, self._settings), (pipes.control, info_far, block_far, pipes.seccomp)
+                bubblewrap.command(layout, pipes, self._settings), (pipes.control, info_far, block_far, pipes.seccomp)
             )
             os.close(info_far)
             info_far = -1
@@ -268,12 +268,12 @@ class Slot:
             said += data
         return int(found[1])
 
-    def _map_users(self, layout: policy.MachineLayout) -> None:
+    def _map_users(self, layout: bubblewrap.MachineLayout) -> None:
         folder = f"/proc/{self._init}"
         if not layout.is_root:
             _write(f"{folder}/setgroups", "deny")
-        _write(f"{folder}/uid_map", policy.id_map(layout.uid, is_root=layout.is_root))
-        _write(f"{folder}/gid_map", policy.id_map(layout.gid, is_root=layout.is_root))
+        _write(f"{folder}/uid_map", bubblewrap.id_map(layout.uid, is_root=layout.is_root))
+        _write(f"{folder}/gid_map", bubblewrap.id_map(layout.gid, is_root=layout.is_root))
 
     def _wait_a_moment(self) -> None:
         if self._process is not None:

@@ -1,7 +1,7 @@
 """Walls around the processes of reward functions, with `rewards.sandbox`: from folders to bubblewrap's command line.
 
 Rules kept here: a process has no network, a process tree and a /tmp of its own, and the system calls that programs have
-(seccomp.py). Of files it sees the system, Python, the folders of modules and nothing else, to be read alone. The run's
+(seccomp.py). It sees the files of the system and of Python and the folders of modules, all read-only. The run's
 directory, which has its tokens, and the folder `runs` are hidden within these. Its environment is a short list, and
 what `rewards.environment` names.
 Left out: limits of memory and file sizes, which the process sets itself (process.py), and the number of its processes.
@@ -20,7 +20,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from polyrl.errors import ConfigError, UserError, one_line, plain, shorten
-from polyrl.rewards.sandbox import policy
+from polyrl.rewards.sandbox import bubblewrap
 from polyrl.rewards.sandbox.seccomp import filter_for
 
 KEY = "rewards.sandbox"
@@ -30,8 +30,8 @@ _ID = "1000"
 _NAMESPACES = ("user", "pid", "net", "ipc", "uts")
 _KEPT = ("PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 _TRY_S = 20.0
-_TOO_WIDE = ("/", policy.HOME, "/dev", "/proc")
-"""Folders that a process has its own of."""
+_TOO_WIDE = ("/", bubblewrap.HOME, "/dev", "/proc")
+"""Folders of which a process has its own."""
 _START = (
     "import os, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (1, 1)); os.execv(sys.argv[1], sys.argv[1:])"
 )
@@ -69,7 +69,7 @@ class RewardWalls(Struct, frozen=True, kw_only=True):
     def environment(self, variables: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
         """Return the environment of a process; `named` are the variables that the recipe names."""
         kept = {name: variables[name] for name in (*_KEPT, *named) if name in variables}
-        return {**kept, "HOME": policy.HOME, "TMPDIR": policy.HOME}
+        return {**kept, "HOME": bubblewrap.HOME, "TMPDIR": bubblewrap.HOME}
 
     def _namespaces(self) -> list[str]:
         words = [*(f"--unshare-{one}" for one in _NAMESPACES), "--unshare-cgroup-try", "--uid", _ID, "--gid", _ID]
@@ -78,20 +78,21 @@ class RewardWalls(Struct, frozen=True, kw_only=True):
     def mounts(self) -> list[str]:
         """Return the options that make the file system. Folders are mounted where they are, without links."""
         real = _outermost(os.path.realpath(one) for one in self.readable if os.path.exists(one))
-        own = [one for one in real if not policy.is_inside(one, self.present)]
+        own = [one for one in real if not bubblewrap.is_inside(one, self.present)]
         size = ["--size", str(_DISK_BYTES)] if self.sets_size else []
-        words = [*policy.mount_system(self.links, self.present), *size, "--perms", "1777", "--tmpfs", policy.HOME]
+        words = bubblewrap.mount_system(self.links, self.present)
+        words += [*size, "--perms", "1777", "--tmpfs", bubblewrap.HOME]
         for path in own:  # some may be inside of /tmp
-            words += [*policy.parents(path), "--ro-bind", path, path]
+            words += [*bubblewrap.parents(path), "--ro-bind", path, path]
         for link, target in self._links(own).items():
-            words += [*policy.parents(link), "--symlink", target, link]
+            words += [*bubblewrap.parents(link), "--symlink", target, link]
         for path in _outermost(os.path.realpath(one) for one in self.hidden if os.path.isdir(one)):
-            if policy.is_inside(path, own):
+            if bubblewrap.is_inside(path, own):
                 words += ["--tmpfs", path, "--remount-ro", path]
-        words += policy.mount_devices()
-        words += ["--proc", "/proc", "--dir", f"{policy.HOME}/{policy.SHARED_MEMORY}", "--remount-ro", "/"]
+        words += bubblewrap.mount_devices()
+        words += ["--proc", "/proc", "--dir", f"{bubblewrap.HOME}/{bubblewrap.SHARED_MEMORY}", "--remount-ro", "/"]
         here = os.getcwd()
-        return [*words, "--chdir", here if policy.is_inside(here, [*own, *self.present]) else "/"]
+        return [*words, "--chdir", here if bubblewrap.is_inside(here, [*own, *self.present]) else "/"]
 
     def _links(self, mounted: Sequence[str]) -> dict[str, str]:
         """Return the links on the way to what is readable, which are not there by a mount: to where they lead."""
@@ -103,7 +104,7 @@ class RewardWalls(Struct, frozen=True, kw_only=True):
                 at = os.path.join(at, part)
                 if not os.path.islink(at):
                     continue
-                if policy.is_inside(at, [*mounted, *self.present]):
+                if bubblewrap.is_inside(at, [*mounted, *self.present]):
                     walk(os.path.join(os.path.dirname(at), os.readlink(at)))
                 elif at not in self.links:
                     found[at] = os.path.realpath(at)
@@ -138,7 +139,7 @@ def look_for_walls(functions: Iterable[str], run_dir: Path | None = None, bwrap:
         filter_for(is_program=True)
     except UserError as error:
         raise ConfigError(f"{KEY}: {error}") from error
-    links, present = policy.look_at_system()
+    links, present = bubblewrap.look_at_system()
     places = list(filter(None, (_place_of(name.partition(":")[0]) for name in functions if ":" in name)))
     own = str(Path(__file__).resolve().parents[2])
     here = os.getcwd()
@@ -155,7 +156,7 @@ def look_for_walls(functions: Iterable[str], run_dir: Path | None = None, bwrap:
         links=links,
         present=present,
         readable=tuple(dict.fromkeys((*prefixes, *on_path, *(folder for folder, _ in places)))),
-        hidden=tuple(one for one in hidden if not any(policy.is_inside(file, [one]) for _, file in places)),
+        hidden=tuple(one for one in hidden if not any(bubblewrap.is_inside(file, [one]) for _, file in places)),
     )
 
 
@@ -177,15 +178,15 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     """Return these paths without those that are inside of others."""
     found: list[str] = []
     for one in sorted(set(paths), key=len):
-        if not policy.is_inside(one, found):
+        if not bubblewrap.is_inside(one, found):
             found.append(one)
     return found
 
 
 def pid_inside(pid: int) -> int | None:
-    """Return the process within the walls, by its number outside, of bubblewrap's; None if it is not there.
+    """Return the pid, outside the walls, of the process that this bubblewrap runs; None if it is gone.
 
-    Bubblewrap has a child that is process 1 inside; the child of that is the function's.
+    Bubblewrap's child is process 1 inside; the child of that is the function's process.
     """
     try:
         for _ in range(2):

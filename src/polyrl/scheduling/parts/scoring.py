@@ -30,7 +30,7 @@ def case_of(desk: Desk, group: TrackedGroup) -> int:
 
 
 def score(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> None:
-    """A sample is generated: score it as soon as the pool has a place."""
+    """Queue a generated sample, to be scored as soon as the pool has a place."""
     sample.state = "scoring"
     scoring = desk.scoring
     expected = desk.budgets.expected_s(case_of(desk, group))
@@ -74,14 +74,14 @@ def accept(desk: Desk, event: RewardFinished) -> TrackedSample | None:
 
 
 def cancel(desk: Desk, sample: TrackedSample, why: str) -> None:
-    """A sample is no longer wanted: take it out of the pool if it is there."""
+    """Take a sample that is no longer wanted out of the pool, if it is there."""
     if sample.id in desk.scoring.running:
         desk.commands.append(CancelScore(sample.id, sample.attempt, why))
         _free_place(desk, sample.id)
 
 
 def fit(desk: Desk, why: str) -> None:
-    """The pool may have other places than before: who began last, and has none, waits again."""
+    """Adapt to a new number of places: the samples that began last give theirs up, and wait again."""
     scoring = desk.scoring
     while len(scoring.running) > desk.num_rewards:
         sample = desk.samples[next(reversed(scoring.running))]

@@ -8,7 +8,7 @@ Rules kept here:
   `t_max_s`. Wrong runs never move an anchor: an endless loop must not buy the next one more time.
 - No anchor yet: `t_max_s`. One run in fifty gets `t_max_s` all the same, so slower valid answers can raise it.
 - A failure of the infrastructure is tried again, and then drops the sample with a reason. It is never a zero.
-- Memory is bounded: the cases met longest ago are forgotten first, a sixteenth at a time.
+- Memory is bounded: the cases that were learned of first are forgotten first, a sixteenth at a time.
 
 Left out: running anything (rewards/pool), wall-clock backstops, and the draw that decides a probe (order.unit).
 """
@@ -70,7 +70,7 @@ class RewardBudgets(msgspec.Struct):
     """The same over all cases: the guess for one not met before."""
 
     def limit(self, case: int, draw: float) -> Limit:
-        """How long the next run of this case may take. `draw` is uniform in [0, 1)."""
+        """Return how long the next run of this case may take. `draw` is uniform in [0, 1)."""
         config = self.config
         if not config.adaptive:
             return Limit(config.t_max_s, "rewards.adaptive is off")
@@ -83,7 +83,7 @@ class RewardBudgets(msgspec.Struct):
         return Limit(timeout, "from the longest correct run of this case")
 
     def observe(self, case: int, cpu_s: Seconds, *, correct: bool) -> None:
-        """A run of this case ended, by itself or at its limit."""
+        """Learn from a run of this case that ended, by itself or at its limit."""
         if not 0.0 <= cpu_s < math.inf:
             raise ValueError(f"seconds of CPU time were expected for case {case}; got {cpu_s}")
         max_cases = self.config.max_cases
@@ -99,7 +99,7 @@ class RewardBudgets(msgspec.Struct):
         self.expected_any_s = cpu_s if of_all is None else of_all + _EXPECTED_GAIN * (cpu_s - of_all)
 
     def expected_s(self, case: int) -> Seconds:
-        """How long a run of this case is expected to take: the key for cheapest first."""
+        """Return how long a run of this case is expected to take: rewards run in that order."""
         known = self.expected.get(case, self.expected_any_s)
         return self.config.t_min_s if known is None else known
 

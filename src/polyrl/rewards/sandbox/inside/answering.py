@@ -12,7 +12,6 @@ from typing import Any
 from polyrl.rewards.sandbox.inside import frames, values
 
 MAX_BYTES = 16 << 20
-_Refer = Callable[[Any], Any]
 
 
 class Held:

@@ -1,9 +1,9 @@
 """What a program uses at this moment, over all of its processes, as /proc tells it.
 
-Memory is what nobody else has to give back: anonymous pages, shared memory and page tables, without files of the
-system. A forked process shares the zygote's pages until it writes; those would be counted for each, so they are
-subtracted. A socket can hold bytes that no process is charged with; each counts as if it were full. Programs cannot
-make its buffers larger, share memory without a file, or have children that nobody waits for (seccomp.py).
+Memory means anonymous pages, shared memory and page tables; cached pages of the system's files do not count. A forked
+process shares the zygote's pages until it writes; those would be counted for each, so they are subtracted. A socket can
+hold bytes that no process is charged with; each counts as if it were full. Programs cannot make its buffers larger,
+share memory without a file, or have children that nobody waits for (seccomp.py).
 """
 
 import os

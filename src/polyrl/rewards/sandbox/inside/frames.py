@@ -1,4 +1,6 @@
-"""Jobs and results between the host and a warden: a length, a JSON header, and the bytes that the header counts.
+"""Frames on sockets of the sandbox: a length, a JSON header, and pieces of bytes, whose lengths the header has.
+
+A job goes to its child in one; so do the requests of tests to their program, and its answers.
 
 Rules kept here: both sides cap what they read before they hold it. A header says how long each piece is; pieces that
 do not add up to the frame are an error.

@@ -88,7 +88,7 @@ def to_bytes(said: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Raises NotPlain."""
+    """Parse JSON. Raises NotPlain."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -96,5 +96,5 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """A list inside a set or as a key was a tuple."""
+    """Make a tuple of a list that is in a set, or a key: it was one."""
     return tuple(_hashable(one) for one in value) if isinstance(value, list) else value

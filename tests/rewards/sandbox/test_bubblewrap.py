@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from polyrl.errors import UserError
-from polyrl.rewards.sandbox import policy
+from polyrl.rewards.sandbox import bubblewrap
 from polyrl.rewards.sandbox.comparing import read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import frames, values
 from polyrl.rewards.sandbox.languages import check_installed, find_language
 from polyrl.rewards.sandbox.program import SandboxLimits
 from polyrl.rewards.sandbox.seccomp import filter_for
 
-LAYOUT = policy.MachineLayout(
+LAYOUT = bubblewrap.MachineLayout(
     bwrap="/usr/bin/bwrap",
     python="/home/me/python/bin/python3",
     prefix="/home/me/python",
@@ -90,7 +90,7 @@ def test_a_machine_without_a_table_is_refused():
 
 
 def test_nothing_is_mounted_writable_and_the_root_is_closed_last():
-    words = policy.mounts(LAYOUT)
+    words = bubblewrap.mounts(LAYOUT)
     assert "--bind" not in words and "--tmpfs" not in words and words[-2:] == ["--remount-ro", "/"]
     sources = [words[at + 1] for at, word in enumerate(words) if word == "--ro-bind"]
     assert sources == ["/usr", "/etc/ld.so.cache", "/home/me/python", "/home/me/code/inside"]
@@ -101,15 +101,15 @@ def test_nothing_is_mounted_writable_and_the_root_is_closed_last():
 @pytest.mark.parametrize("uid", [0, 500])
 def test_a_program_is_nobody_and_only_the_zygote_has_a_capability(uid: int):
     layout = msgspec.structs.replace(LAYOUT, uid=uid)
-    settings = policy.settings_of(layout, SandboxLimits(), b"")
-    words = policy.command(layout, policy.Pipes(3, 4, 5, 6), settings)
+    settings = bubblewrap.settings_of(layout, SandboxLimits(), b"")
+    words = bubblewrap.command(layout, bubblewrap.Pipes(3, 4, 5, 6), settings)
     added = [words[at + 1] for at, word in enumerate(words) if word == "--cap-add"]
     assert words[words.index("--cap-drop") + 1] == "ALL"
     assert added == ["CAP_SYS_ADMIN", *([] if uid else ["CAP_SETUID", "CAP_SETGID", "CAP_KILL"])]
     assert {f"--unshare-{one}" for one in ("user", "pid", "net", "ipc", "uts")} <= set(words)
     assert "--clearenv" in words and "--die-with-parent" in words and "--new-session" in words
     assert settings["uid"] == 1000
-    assert policy.id_map(uid, is_root=uid == 0) == ("0 0 1\n1000 65534 1\n" if uid == 0 else "1000 500 1\n")
+    assert bubblewrap.id_map(uid, is_root=uid == 0) == ("0 0 1\n1000 65534 1\n" if uid == 0 else "1000 500 1\n")
 
 
 @pytest.mark.parametrize(

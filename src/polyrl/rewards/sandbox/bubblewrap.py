@@ -1,8 +1,8 @@
-"""The walls: from limits and this machine's layout to bubblewrap's command line and the zygote's settings. Pure.
+"""From limits and this machine's layout to bubblewrap's command line and the zygote's settings. Pure.
 
-Rules kept here: nothing is visible inside that is not listed here, and everything listed is read-only. The home of the
-person, the current folder, /etc, /run, /sys and sockets are not. The environment is empty. A sandbox that root starts
-gives programs another user than root: the kernel does not limit root's processes, and root owns other files.
+Rules kept here: what is not listed here is not visible inside, and all that is listed is read-only. The home directory,
+the current folder, /etc but for three entries, /run, /sys and sockets are not listed. The environment is empty. A
+sandbox that root starts runs programs as another user: the kernel does not limit root's processes, and root owns files.
 """
 
 import json
@@ -93,7 +93,7 @@ def command(layout: MachineLayout, pipes: Pipes, settings: dict[str, Any]) -> li
 
 
 def mounts(layout: MachineLayout) -> list[str]:
-    """Return the options that make the file system. Its root is a small folder in memory, closed at the end."""
+    """Return the options that make the file system. Its root is a small folder in memory, read-only in the end."""
     words = mount_system(layout.links, layout.present)
     own = [(one, one) for one in (layout.prefix, *layout.folders) if not is_inside(one, layout.present)]
     packages = [(one, f"{PACKAGES}/{os.path.basename(one)}") for one in layout.packages]
@@ -104,7 +104,7 @@ def mounts(layout: MachineLayout) -> list[str]:
 
 
 def mount_system(links: Mapping[str, str], present: Sequence[str]) -> list[str]:
-    """Return the options for the system's folders (`look_at_system`), to be read alone."""
+    """Return the options for the system's folders (`look_at_system`), read-only."""
     words: list[str] = []
     for link, target in links.items():
         words += ["--symlink", target, link]
@@ -151,7 +151,7 @@ def id_map(own: int, *, is_root: bool) -> str:
 
 
 def parents(path: str) -> list[str]:
-    """Make the folders above a mount readable; bubblewrap itself makes them for root alone."""
+    """Return the options that make the folders above a mount readable; otherwise only root may read them."""
     parts = path.strip("/").split("/")[:-1]
     words: list[str] = []
     for num in range(1, len(parts) + 1):

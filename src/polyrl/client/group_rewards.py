@@ -40,7 +40,7 @@ def wait_s(attempt: int) -> float:
     return AGAIN_AFTER_S * 2 ** min(attempt - 1, 4)
 
 
-class GroupJudge:
+class GroupRewards:
     """Asks for the rewards of groups. `least` is the number of samples below which a group is not trained."""
 
     def __init__(self, rules: RewardConfig, least: int) -> None:
