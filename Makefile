@@ -9,7 +9,7 @@ NAME ?=
 FOR_TESTS := hypothesis openai pytest pytest-timeout pytest-xdist transformers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts test-environments test-web test-verl test-deploy verl environments engines check format bench model docs clean
+.PHONY: help setup demo test test-long test-chaos test-chaos-cases test-chaos-fleets test-engines test-gpu-scripts test-environments test-web test-verl test-deploy verl environments engines check format bench model docs clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,9 +32,13 @@ test: setup ## run the tests (ARGS="-k words" narrows them)
 test-long: setup ## run the long property tests: thousands of random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 --hypothesis-profile=random $(ARGS)
 
-test-chaos: setup ## kill, stop, cut and partition a real fleet, and the dear cases of `make test` (minutes; namespaces need root and nftables)
-	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]' || true
+test-chaos: test-chaos-cases test-chaos-fleets ## kill, stop, cut and partition a real fleet, and the dear cases of `make test` (minutes; namespaces need root and nftables)
+
+test-chaos-cases: setup
 	$(BIN)/python -m pytest -n 2 -m "chaos and not long" tests/properties tests/scenarios tests/benchmarks tests/integration tests/builtin $(ARGS)
+
+test-chaos-fleets: setup
+	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]' || true
 	$(BIN)/python -m pytest -m "chaos and not long" tests/chaos tests/providers $(ARGS)
 
 test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real models (installs both servers once)

@@ -151,15 +151,16 @@ def part_of(pid: int, parents: str) -> str:
 def run_trl(args: argparse.Namespace, seed: int, folder: Path) -> Run:
     problems = [draw_problem(ArithmeticTask(), seed, "train", index) for index in range(PROMPTS * args.steps)]
     rows = [{"prompt": one.prompt, "expected": one.answer} for one in problems]
-    (folder / "problems.json").write_text(json.dumps(rows))
-    script = Path(__file__).with_name("small_step_trl.py")
-    command = [args.trl, str(script), args.model, str(folder / "problems.json"), str(args.steps), str(seed)]
+    setup = {"model": args.model, "train": rows, "steps": args.steps, "seed": seed, "prompts": PROMPTS}
+    paths = [folder / "setup.json", folder / "found.json"]
+    paths[0].write_text(json.dumps(setup))
+    command = [args.trl, str(Path(__file__).with_name("trl_grpo.py")), *map(str, paths)]
     done = subprocess.run(
         pinned(args.core, command), capture_output=True, text=True, env=one_thread(), timeout=_DEADLINE_S, check=False
     )
     if done.returncode:
         raise UserError(f"seed {seed}: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(paths[1].read_text())
     return Run(per_step(found["cpu_s"]), found["rewards"], {})
 
 

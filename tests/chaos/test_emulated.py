@@ -12,7 +12,7 @@ from polyrl.reproduce.emulation.scale import as_patient
 from polyrl.reproduce.playing import Variant, simulate
 from polyrl.sim.library import load_scenario
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 NO_PLANNER = "parallelism.enabled=false"
 SCENARIOS = {

@@ -54,7 +54,7 @@ def trainer(net: Namespaces, folder: Path, num_prompts: int, num_steps: int) -> 
 
 
 def until(path: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.05)

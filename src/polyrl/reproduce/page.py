@@ -32,6 +32,7 @@ class Provenance(NamedTuple):
             f"commit: {self.commit}",
             f"machine: {cpu()}, {cores} cores, Python {platform.python_version()}",
             f"date: {time.strftime('%Y-%m-%d')}",
+            *([f"load: {os.getloadavg()[2]:.1f} over the last quarter of an hour"] if self.place == "emulated" else []),
         ]
 
 

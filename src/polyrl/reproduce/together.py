@@ -102,10 +102,14 @@ def together_remarks(figures: dict[str, dict[str, float]]) -> list[str]:
 
 # Against the published ones
 
-EVERYTHING = ("routing.balance=true", "rounds.adaptive=true", "parallelism.enabled=false")
-"""Beside what the `tail-*` scenarios switch on: engines exchange samples, and factors adapt."""
-LAG = "run.max_staleness=1"
-SPOT = ("fleet.workers=4", "hand_back.enabled=true")
+WAYS = {
+    "all": (),
+    "all, adaptive": ("routing.balance=true", "rounds.adaptive=true"),
+    "all, lag 1": ("run.max_staleness=1",),
+}
+"""What is added to the `tail-*` scenarios, whose planner finds nothing to do and stays off."""
+SPOT = ("fleet.workers=4",)
+_SPOT_WAYS = ("all", "all, lag 1")
 
 
 class RunLengths(NamedTuple):
@@ -129,11 +133,11 @@ EMULATED = RunLengths(
 def everything_cases(length: RunLengths, caps: Sequence[str] = CAPS) -> dict[str, Variant]:
     cases = {f"{cap} baseline": Variant(SYNCHRONOUS[cap], length.baseline) for cap in caps}
     for cap in caps:
-        cases[f"{cap} all"] = Variant(TAIL[cap], (*length.tail, *EVERYTHING))
-        cases[f"{cap} all, lag 1"] = Variant(TAIL[cap], (*length.tail, *EVERYTHING, LAG))
+        for way, added in WAYS.items():
+            cases[f"{cap} {way}"] = Variant(TAIL[cap], (*length.tail, "parallelism.enabled=false", *added))
     cases["spot baseline"] = Variant("elastic-14b", (*COLOCATED, *length.baseline))
-    cases["spot all"] = Variant("elastic-14b", (*SPOT, *length.spot))
-    cases["spot all, lag 1"] = Variant("elastic-14b", (*SPOT, *length.spot, LAG))
+    for way in _SPOT_WAYS:
+        cases[f"spot {way}"] = Variant("elastic-14b", (*SPOT, *length.spot, *WAYS[way]))
     return cases
 
 
@@ -146,26 +150,26 @@ def everything(
     section = Section(
         "Every mechanism at once, against the published gains",
         "7B and 14B on the trainer's own devices alone, against the synchronous baseline, in steps/s: the `tail-*` "
-        "scenarios with engines that exchange samples and with adaptive factors. 14B with four spot workers, against "
-        "the colocated baseline, in tokens per dollar: seeding, hand-over, streaming, no tail batching, which "
-        "discards tokens. `lag 1`: a round may be written by the version before (`run.max_staleness = 1`), which is "
-        "no longer on-policy; RollPacker and RLBoost are. Step times of tail batching are of rounds that train "
-        "shorter answers, here as there.",
+        "scenarios; `adaptive`: engines exchange samples too, and factors adapt. 14B with four spot workers, against "
+        "the colocated baseline, in tokens per dollar: seeding, streaming, no tail batching, which discards tokens. "
+        "`lag 1`: a round may be written by the version before (`run.max_staleness = 1`), which is no longer "
+        "on-policy; RollPacker and RLBoost are. Step times of tail batching are of rounds that train shorter "
+        "answers, here as there.",
     )
     runs = player.play(everything_cases(length, caps))
     gains = {
         f"{cap}, {way}": mean(runs[f"{cap} baseline"], step_s) / mean(runs[f"{cap} {way}"], step_s)
         for cap in caps
-        for way in ("all", "all, lag 1")
+        for way in WAYS
     }
     base = mean(runs["spot baseline"], tok_per_usd)
-    dollars = {way: mean(runs[f"spot {way}"], tok_per_usd) / base for way in ("all", "all, lag 1")}
+    dollars = {way: mean(runs[f"spot {way}"], tok_per_usd) / base for way in _SPOT_WAYS}
     speeds = [relative(name, SPEEDUPS[name.partition(",")[0]]["stream"], gain) for name, gain in gains.items()]
     section.compare("Steps/s against the synchronous baseline", speeds)
     wanted = DOLLARS_OVER_SPOT_TRACES["14b"]
     section.compare("14B tokens per dollar", [relative(way, wanted, gain) for way, gain in dollars.items()])
     for cap, goal in zip(caps, goals, strict=False):
-        best = max(gains[f"{cap}, all"], gains[f"{cap}, all, lag 1"])
+        best = max(gains[f"{cap}, {way}"] for way in WAYS)
         section.claim(f"all together beats {times(goal)} at {cap} ({times(best)})", holds=best > goal)
     best = max(dollars.values())
     section.claim(
