@@ -118,11 +118,11 @@ def test_the_recipe_says_what_an_answer_is_worth_at_which_its_function_takes_too
 
 def test_the_function_that_took_longest_says_the_cpu_time_and_whether_the_answer_is_right():
     functions = [WeightedReward(name=name, function=f"mine:{name}") for name in ("tests", "style")]
-    found = weigh(functions, [Reward(1.0, {}, "scored", 3.0), Reward(0.1, {}, "scored", 0.01)])
+    found = weigh(functions, [Reward(1.0, {}, "scored", 3.0), Reward(0.1, {}, "scored", 0.01)], is_only=False)
     assert (found.cpu_s, found.correct) == (3.0, True)
-    found = weigh(functions, [Reward(0.4, {}, "timed_out", 3.0), Reward(1.0)])
+    found = weigh(functions, [Reward(0.4, {}, "timed_out", 3.0), Reward(1.0)], is_only=False)
     assert (found.outcome, found.correct) == ("timed_out", False)
-    assert weigh(functions, [Reward(1.0), Reward(1.0)]).correct is None  # nobody measured anything
+    assert weigh(functions, [Reward(1.0), Reward(1.0)], is_only=False).correct is None  # nobody measured anything
 
 
 def test_a_process_that_is_not_ready_in_time_is_no_answer_that_took_too_long():
