@@ -31,6 +31,10 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         """The time in which another service must give a score; the rest of `timeout_s` is for telling the trainer."""
         return _PATIENCE * self.timeout_s
 
+    def share(self, concurrency: int) -> int:
+        """Return how many of the run's `concurrency` requests to a service this process may have under way."""
+        return max(1, concurrency // self.processes)
+
     @classmethod
     def variables(cls, facts: Self | None) -> dict[str, str]:
         """Return the environment variables that tell a process of them."""

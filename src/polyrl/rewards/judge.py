@@ -42,9 +42,9 @@ class Judge:
         facts = self._facts = RunFacts.read()
         self._questions = Questions(wanted)
         self._with_schema = wanted.json_schema and wanted.chat and not wanted.fleet and not wanted.pattern
-        self._share = max(1, wanted.concurrency // facts.processes)
+        self._share = facts.share(wanted.concurrency)
         self.places = asyncio.Semaphore(self._share)
-        """Answers that are judged at once: the time of others does not run."""
+        """Answers that are judged at once. The time of those that wait does not run."""
         self._attempts = Attempts(wanted.attempts, wanted.pause_s)
         self._account = JudgeAccount(Path(facts.run_dir) if facts.run_dir else None)
         self._limits = _limits(wanted, facts)

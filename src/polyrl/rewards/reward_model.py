@@ -33,9 +33,8 @@ class RewardModel:
         self._model: Classifier | None = None
         self._batches: Batches[InputTokens] | None = None
         self._endpoint: Endpoint | None = None
-        share = max(1, self._args.concurrency // self._facts.processes)
-        self.places = asyncio.Semaphore(share) if self._args.url else None
-        """Answers that a server is asked for at once: the time of others does not run."""
+        self.places = asyncio.Semaphore(self._facts.share(self._args.concurrency)) if self._args.url else None
+        """Answers that a server is asked for at once. The time of those that wait does not run."""
 
     @staticmethod
     def check_args(**args: Any) -> None:

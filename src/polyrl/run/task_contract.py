@@ -76,7 +76,7 @@ class Tasks(Protocol):
     def validation_tokens(self, name: str) -> list[TokenIds]: ...
 
     async def score_validation(self, name: str, prompt: int, answer: Answered) -> float:
-        """Raises as `score`."""
+        """Score an attempt of a validation set. Raises as `score`."""
         ...
 
     async def score_validation_group(self, name: str, prompt: int, answers: Sequence[Answered]) -> list[Reward | None]:
@@ -88,7 +88,7 @@ class Tasks(Protocol):
         ...
 
     async def failed(self) -> None:
-        """Waits for as long as all is well; raises UserError when nothing can be trained."""
+        """Wait for as long as all is well. Raises UserError when nothing can be trained."""
         ...
 
     def rewards_under_way(self) -> UnderWay | None:

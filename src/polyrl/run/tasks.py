@@ -116,7 +116,7 @@ class RecipeTasks:
         return [source.tokens(prompt) for prompt in range(source.num_prompts)]
 
     async def score_validation(self, name: str, prompt: int, answer: Answered) -> float:
-        """Raises RewardFailed and RewardUnavailable."""
+        """Score an attempt of a validation set. Raises RewardFailed, and RewardUnavailable after the last try."""
         domain = self._domain_of(name)
         for _ in range(MAX_ATTEMPTS - 1):
             with contextlib.suppress(RewardUnavailable):
@@ -124,7 +124,7 @@ class RecipeTasks:
         return (await self._score(domain, name, prompt, answer)).score
 
     async def score_validation_group(self, name: str, prompt: int, answers: Sequence[Answered]) -> list[Reward | None]:
-        """Raises RewardFailed and RewardUnavailable."""
+        """Return what the functions of whole groups add to each attempt at a prompt. Raises as `score_validation`."""
         domain = self._domain_of(name)
         for _ in range(MAX_ATTEMPTS - 1):
             with contextlib.suppress(RewardUnavailable):
@@ -164,7 +164,7 @@ class RecipeTasks:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
 
     async def score(self, domain: int, prompt: int, answer: Answered, limit_s: float = 0.0) -> Reward:
-        """Raises RewardFailed and RewardUnavailable."""
+        """Score one answer, or one episode. Raises RewardFailed and RewardUnavailable."""
         return await self._score(domain, None, prompt, answer, limit_s)
 
     async def _score(
@@ -188,7 +188,7 @@ class RecipeTasks:
         return any(one.whole_group for domain in self._domains for one in domain.rewards)
 
     async def score_group(self, domain: int, prompt: int, answers: Sequence[Answered]) -> list[Reward | None]:
-        """Raises RewardFailed and RewardUnavailable."""
+        """Return what the functions of whole groups add to each answer. Raises RewardFailed and RewardUnavailable."""
         return await self._score_group(domain, None, prompt, answers)
 
     async def _score_group(
@@ -247,7 +247,7 @@ class RecipeTasks:
         return source.task(prompt), source.written(prompt)
 
     async def failed(self) -> None:
-        """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""
+        """Wait for as long as all is well. Raises UserError for a reward that always fails."""
         await self._failures.until_hopeless()
 
     def rewards_under_way(self) -> UnderWay | None:
@@ -292,7 +292,7 @@ def load_tasks(recipe: Recipe, run_dir: Path | None = None) -> RecipeTasks:
 
 
 def _surroundings(recipe: Recipe, run_dir: Path | None = None) -> Surroundings:
-    """Raises ConfigError without the sandbox that is wanted."""
+    """Return how processes are started. Raises ConfigError without the sandbox that is wanted."""
     wanted, walls = recipe.rewards, None
     log = None if run_dir is None else run_dir / "logs" / "rewards.log"
     if wanted.sandbox and wanted.processes:
