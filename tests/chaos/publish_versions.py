@@ -25,6 +25,7 @@ async def main(url: str, token_file: str, network: str, num_workers: int, num_ve
     async with connect(url, token, config, prompts=lambda *_: Prompt([5]), has_weights=True) as fleet:
         while len((await fleet.status()).workers) < num_workers:
             await asyncio.sleep(0.1)
+        assert fleet.opened is not None
         settings = WeightSettings(interfaces=(network,), chunk_bytes=1 << 20, num_deltas=0)
         server = WeightServer(settings, bytes.fromhex(fleet.opened.weights_key))
         server.start()
