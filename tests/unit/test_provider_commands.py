@@ -11,6 +11,7 @@ from polyrl.providers.calling import call
 from polyrl.providers.provider import ProviderError
 from polyrl.providers.registry import run_of
 from polyrl.providers.slurm import SlurmProvider
+from polyrl.run.event_loop import run_loop
 
 
 def running(mark: str) -> list[psutil.Process]:
@@ -72,3 +73,10 @@ def test_jobs_of_other_users_are_not_asked_for(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert asyncio.run(SlurmProvider(run_of(tmp_path, ends_with_us=True)).held()) == {}
     assert f"--user {psutil.Process().uids().real} " in (tmp_path / "asked").read_text()
+
+
+def test_a_command_answers_in_the_event_loop_of_a_run():
+    async def scenario() -> str:
+        return await call(["cat"], timeout_s=10.0, stdin=b"said")
+
+    assert run_loop(scenario()) == "said"

@@ -10,6 +10,7 @@ import os
 import signal
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from polyrl.errors import plain, shorten
 from polyrl.providers.provider import ProviderError
@@ -42,8 +43,7 @@ async def call_for_code(
     except OSError as error:
         raise ProviderError(f"{argv[0]}: cannot be started: {error.strerror or error}") from error
     try:
-        far = transport.get_pipe_transport(0)
-        assert isinstance(far, asyncio.WriteTransport)
+        far: Any = transport.get_pipe_transport(0)  # uvloop's is no asyncio.WriteTransport
         far.write(stdin)
         far.close()
         async with asyncio.timeout(timeout_s):
