@@ -80,3 +80,10 @@ def test_a_command_answers_in_the_event_loop_of_a_run():
         return await call(["cat"], timeout_s=10.0, stdin=b"said")
 
     assert run_loop(scenario()) == "said"
+
+
+def test_a_command_that_reads_nothing_and_is_over_at_once_answers():
+    async def scenario() -> str:
+        return "".join([await call(["true"], timeout_s=10.0, stdin=b"said" * size) for size in (0, 1, 1000) * 10])
+
+    assert run_loop(scenario()) == ""

@@ -44,7 +44,8 @@ async def call_for_code(
         raise ProviderError(f"{argv[0]}: cannot be started: {error.strerror or error}") from error
     try:
         far: Any = transport.get_pipe_transport(0)  # uvloop's is no asyncio.WriteTransport
-        far.write(stdin)
+        if stdin and not far.is_closing():  # a command that is over already has closed it
+            far.write(stdin)
         far.close()
         async with asyncio.timeout(timeout_s):
             await heard.over
