@@ -353,7 +353,7 @@ class Fleet:
         return await self._line.again(lambda: self._dialer.get("/v1/status", Status))
 
     async def line(self, step: int) -> StepLine:
-        """The scheduler's own account of a step, when it is there."""
+        """Return the scheduler's own account of a step, when it is there."""
         async with self._changed:
             await self._changed.wait_for(lambda: any(one.step == step for one in self.lines) or self._has_failed)
             self._raise_failure()
@@ -489,7 +489,8 @@ class Fleet:
         task.add_done_callback(lambda _: round_.group_scoring.pop(group.id, None))
 
     def _samples(self, frame: frames.Delivered) -> Iterator[Sample]:
-        """The answers of a frame. Raises ConnectionError for one that is not here: after a break all come in full."""
+        """Yield the answers of a frame. Raises ConnectionError for one that is not here: after a break all come in
+        full."""
         kept = self._kept.get(frame.step, {})
         for one in frame.samples:
             scored = kept.pop(one.sample, None)
@@ -627,7 +628,7 @@ class _Round:
 
 
 def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tuple[frames.PromptPayload, ...]:
-    """The first prompts of these, at least one: as many as fit into a frame, or are there in a moment."""
+    """Return the first of these prompts, at least one: as many as fit into a frame, or are there in a moment."""
     prompts: list[frames.PromptPayload] = []
     num_bytes, until = 0, time.monotonic() + _ASK_FOR_S
     for plan in plans:

@@ -63,7 +63,7 @@ def _shown(info: EngineInfo) -> str:
 async def _write(
     engine: Engine, sink: SingleSink, lease: LeaseId, version: Version, sampling: Sampling, say: Say
 ) -> list[float]:
-    """The log-probabilities."""
+    """Write a sample, and return its log-probabilities."""
     versions: list[Version] = []
     logprobs: list[float] = []
     began, first_s = time.monotonic(), 0.0

@@ -237,7 +237,7 @@ class KubernetesProvider:
         }
 
     def _name(self, worker: str) -> str:
-        """A name of at most 63 letters; the digest tells apart what it cannot hold."""
+        """Return a name of at most 63 letters; the digest tells apart what it cannot hold."""
         digest = hashlib.sha256(f"{self._run.id}/{worker}".encode()).hexdigest()[:8]
         return f"polyrl-{self._run.id[:32]}-{_plain_name(worker)}-{digest}"
 

@@ -173,7 +173,7 @@ class ManagerProcess:
 
 
 def show_end(code: int, log_file: Path) -> str:
-    """How a process ended: what it said last, if it ended by itself, or where that is."""
+    """Return how a process ended: what it said last, if it ended by itself, or where that is."""
     said = f": {last_line(log_file)}" if code > 0 else f", see {log_file}"
     return f"has ended ({show_code(code)}){said}"
 
@@ -187,7 +187,7 @@ def show_code(code: int) -> str:
 
 
 def last_line(log_file: Path, since: int = 0) -> str:
-    """The last line of a log, and where it is; of what came after so many bytes."""
+    """Return the last line of a log, and where it is; of what came after so many bytes."""
     try:
         lines = log_file.read_bytes()[since:].decode(errors="replace").split("\n")
     except OSError:

@@ -68,7 +68,7 @@ def worker_arguments(
     *,
     shares_files: bool = True,
 ) -> list[str]:
-    """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. One without
+    """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. A worker without
     `shares_files` does not see the run's directory: its token comes in an environment variable."""
     wanted = recipe.fleet
     arguments = ["worker", "--join", url, *_trust(recipe), "--engine", wanted.engine, "--model", recipe.model.path]

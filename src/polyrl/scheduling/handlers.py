@@ -180,7 +180,7 @@ def _worker(
     | e.DutyChanged,
     now: Seconds,
 ) -> Worker | None:
-    """The worker that says so, which is heard of thereby; None: that life of it is over, and the news is late."""
+    """Return the worker that sent the news, and note that it lives; None for late news of a life that is over."""
     worker = desk.state.fleet.find(event.worker, event.incarnation)
     if worker is None:
         desk.ledger.late_news += 1

@@ -100,12 +100,13 @@ class FleetModel:
             self._warn(machine)
 
     def _region(self, name: WorkerName) -> str:
-        """The region of a remote machine; a machine that comes back is where it was."""
+        """Return the region of a remote machine; a machine that comes back is where it was."""
         regions = self._scenario.fleet.regions
         return regions[self._regions.setdefault(name, len(self._regions)) % len(regions)] if regions else ""
 
     def _engine(self, name: WorkerName, *, local: bool) -> tuple[EngineModel, int]:
-        """An engine, and the tokens that its cache holds. The scenario describes the first width of the local ones."""
+        """Make an engine; return it and the tokens that its cache holds. The scenario describes the first width of the
+        local ones."""
         scenario = self._scenario
         if local:
             width = self._local_width

@@ -88,7 +88,8 @@ class _LengthCurve:
 
 
 def _length_before_cap(domain: SimDomainSection, points: list[tuple[float, float]], max_new_tokens: int) -> float:
-    """The longest answer that does not run into the cap whatever that is: how the tail goes on above `points`."""
+    """Return the longest answer that does not run into the cap whatever that is: how the tail goes on above
+    `points`."""
     last = points[-1][1] if points else 1.0
     if domain.tail == "clipped" and points:
         return last

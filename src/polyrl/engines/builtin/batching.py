@@ -273,7 +273,7 @@ class Batching:
         return cached, copied, member.tail if member.tail and not is_whole else None
 
     def _count(self, member: Member, start: int, budget: int) -> int:
-        """How many tokens from `start` are prefilled in this step."""
+        """Return how many tokens from `start` are prefilled in this step."""
         num_left = len(member.tokens) - start
         if not self._border_tokens:
             return min(num_left, budget)

@@ -291,7 +291,7 @@ class Drafts:
 
 
 def _match(own: "array[int]", other: "array[int]", at: int) -> int:
-    """How many tokens before `at` are the last of `own`. The last gram is."""
+    """Return how many tokens before `at` are the last of `own`: those of the last gram at least."""
     most = min(MAX_MATCH, len(own), at)
     num = GRAM
     while num < most and own[-1 - num] == other[at - 1 - num]:

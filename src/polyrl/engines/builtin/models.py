@@ -164,7 +164,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def find_tokenizer(folder: str) -> Any:
-    """The directory's tokenizer; None when there is none, or none that can be used."""
+    """Return the directory's tokenizer; None when there is none, or none that can be used."""
     try:
         return load_tokenizer(folder)
     except EngineError as error:

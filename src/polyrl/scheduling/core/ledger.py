@@ -235,7 +235,7 @@ class Ledger(Struct):
         return (seen_at - self.started_at - self.trainer_gone_s) * self.trainer_usd_per_hour / 3600
 
     def usd(self, now: Seconds) -> float:
-        """All dollars up to `now`, as far as activities have been settled."""
+        """Return all dollars up to `now`, as far as activities have been settled."""
         all_lines = (self.workers.values(), self.hosts.values(), self.reward_workers.values())
         return self.trainer_usd(now) + sum(line.usd for lines in all_lines for line in lines)
 
