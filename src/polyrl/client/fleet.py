@@ -289,14 +289,14 @@ class Fleet:
                 yield group
 
     async def take(self, *groups: Group, worker: str = "") -> None:
-        """These groups are trained with their step: acknowledge them. A micro-batch of them begins, on the devices of
+        """Acknowledge groups that are trained with their step. A micro-batch of them begins, on the devices of
         this local worker; empty: on all that the trainer has."""
         for step in dict.fromkeys(group.step for group in groups):
             ids = tuple(group.id for group in groups if group.step == step)
             await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids, worker))
 
     async def reject(self, group: Group, reason: str, *, workers: Sequence[str] = ()) -> None:
-        """This group is not to be trained; a fresh prompt takes its place, and the round goes on.
+        """Reject a group: it is not trained, a fresh prompt takes its place, and the round goes on.
 
         `workers`: those whose tokens it is rejected for. A worker that is named again and again is given up.
         """
@@ -305,7 +305,7 @@ class Fleet:
         await self._state(lambda seq: frames.Rejected(seq, group.id, reason, named))
 
     async def micro_batch_done(self, step: int, *, worker: str = "") -> None:
-        """The micro-batch that this local worker's devices had is trained."""
+        """Say that the micro-batch on this local worker's devices is trained."""
         await self._state(lambda seq: frames.MicroBatchDone(seq, step, worker))
 
     async def restart_step(self, step: int) -> None:
@@ -500,7 +500,7 @@ class Fleet:
             yield _sample(full, frame.origin)
 
     def _forget_connection(self) -> None:
-        """A connection is over. On the next one groups come from their beginning, and answers in full."""
+        """Forget a connection that is over. On the next one groups come from their beginning, and answers in full."""
         self._in_parts.clear()
         self._kept.clear()
 

@@ -52,7 +52,7 @@ class JournalWriter:
         self.append_encoded(encode_record(now, event, commands))
 
     def append_encoded(self, encoded: bytes) -> None:
-        """A record that the driver has encoded already, for its digest."""
+        """Append a record that the driver has encoded already, for its digest."""
         self._digest.add_encoded(encoded)
         self._file.write(encoded)
 

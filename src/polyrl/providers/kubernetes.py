@@ -187,7 +187,7 @@ class KubernetesProvider:
         return held
 
     async def stop(self, name: str) -> None:
-        """Its pod gets SIGTERM, and `grace_s` seconds."""
+        """Stop its pod, which gets SIGTERM, and `grace_s` seconds."""
         await self._delete(name)
 
     async def close(self) -> None:

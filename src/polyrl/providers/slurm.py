@@ -94,7 +94,7 @@ class SlurmProvider:
                 await call(["scancel", job], timeout_s=_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
     @property
     def _prefix(self) -> str:

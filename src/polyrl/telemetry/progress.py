@@ -138,7 +138,7 @@ class Progress:
         self.say(line)
 
     def say(self, text: str | Text) -> None:
-        """A line that stays, above the display."""
+        """Print a line that stays, above the display."""
         self._console.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
 
     def _draw(self) -> Group:

@@ -128,7 +128,7 @@ class LeaseBook:
         )
 
     def acknowledge(self, seq: int) -> None:
-        """All frames up to this one are safe: leases that ended in them are over."""
+        """Note that all frames up to this one are safe: leases that ended in them are over."""
         over = [one for one, stream in self._streams.items() if stream.end_seq is not None and stream.end_seq <= seq]
         for lease in over:
             self.drop(lease)

@@ -298,7 +298,7 @@ def _mask(part: Rows, window: int | None, group: int, query: Tensor) -> Tensor:
 
 
 def go_on(part: Rows) -> None:
-    """The next step of a burst: every context is a token longer."""
+    """Go on to the next step of a burst: every context is a token longer."""
     part.last.add_(1)
     for window, mask in part.masks.items():
         of_rows = mask.view(part.num, part.padded)

@@ -159,14 +159,14 @@ class Drafts:
         self._make_room()
 
     def extend(self, lease: LeaseId, tokens: Sequence[int]) -> None:
-        """A running sample that is followed got more tokens."""
+        """Add tokens to a running sample that is followed."""
         own = self._pool_of[lease].running[lease]
         own.tokens.extend(tokens)
         self.num_tokens += len(tokens)
         self._index(own, len(tokens))
 
     def remember(self, lease: LeaseId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """A sample ended. `tokens` are its prompt and its answer."""
+        """Remember a sample that ended. `tokens` are its prompt and its answer."""
         if lease in self._pool_of:
             self._follow_one(lease, prompt, tokens)
             self._retire(lease)

@@ -51,7 +51,7 @@ class WorkerProcesses:
                 await self._spawn(event.worker, 0.0)
 
     def begin(self) -> None:
-        """The scenario's clock begins now."""
+        """Begin the scenario's clock."""
         self._tasks.append(asyncio.create_task(self._play()))
 
     async def _play(self) -> None:

@@ -162,7 +162,7 @@ class Ledger(Struct):
     reward_workers: dict[str, RewardWorkerLine] = {}
 
     def discard(self, cause: DiscardCause, num_tokens: int) -> None:
-        """A sample ends untrained."""
+        """Book a sample that ends untrained."""
         self.samples_discarded[cause] = self.samples_discarded.get(cause, 0) + 1
         self.discard_tokens(cause, num_tokens)
 

@@ -156,9 +156,9 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
 
 
 def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejoin: bool = True) -> None:
-    """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back.
+    """Remove a worker that is gone, or given up. `tell` the driver if it does not know, and whether it may `rejoin`.
 
-    A drained worker may not rejoin, also if it did not hand over in time or was not there to hear of it.
+    A drained worker may not, even if it did not hand over in time or was not there to hear of it.
     """
     state = desk.state
     drained = worker.state == "draining"

@@ -313,7 +313,7 @@ def _close_if_complete(desk: Desk, round_: Round, now: Seconds) -> None:
 
 
 def drop_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
-    """A prompt leaves the run. A fresh one takes its place, or the step goes on with one less."""
+    """Drop a prompt from the run. A fresh one takes its place, or the step goes on with one less."""
     before = group.state
     _discard_group(desk, group, round_, cause, reason, now)
     desk.ledger.drop_prompt(cause)
@@ -399,7 +399,7 @@ def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
 
 
 def give_again(desk: Desk, step: Step) -> None:
-    """The trainer begins the step anew: groups that it took are delivered once more, and the round is closed again."""
+    """Deliver the groups that the trainer took once more, and close the round again: it begins the step anew."""
     round_ = desk.rounds.get(step)
     if round_ is None:
         desk.ledger.late_news += 1

@@ -139,7 +139,7 @@ class CudaRunner:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """The model may be another's: its weights are all there afterwards, and no cache is."""
+        """Drop the cache, and leave all weights of the model in place: it may be another's."""
         self._forget_graphs()
         if self._offloading is not None:
             self._offloading.bring_back()
