@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from polyrl.errors import UserError, one_line
 from polyrl.hosts.bodies import FrontRefusal, checked_messages
 from polyrl.hosts.episode import (
+    MAX_WHY,
     CallLimits,
     Episode,
     EpisodeEnd,
@@ -175,7 +176,7 @@ class OwnEnvironment:
 
 def _end(turn: Turn, reward: float, num_turns: int) -> EpisodeEnd:
     correct = finite(reward, "the reward") >= _SOLVED if turn.correct is None else bool(turn.correct)
-    why = " ".join(str(turn.why).split())[:300]
+    why = " ".join(str(turn.why).split())[:MAX_WHY]
     return EpisodeEnd(reward=reward, correct=correct, parts=checked_parts(turn.parts), why=why, num_turns=num_turns)
 
 
