@@ -29,6 +29,8 @@ PROTOCOL = 4
 MAX_WORKER_FRAME_BYTES = 16 << 20
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 MAX_REPLACED = 64
+MAX_ENDED = 65_536
+"""Ends of answers in one frame: more than any engine runs at once."""
 
 EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
 """`stop` and `length` end the answer; the others end the lease alone."""
@@ -133,7 +135,7 @@ class NewTokens(Frame, frozen=True, tag="tokens", forbid_unknown_fields=True):
     counts: bytes
     versions: bytes
     cells: bytes
-    ended: tuple[Ended, ...] = ()
+    ended: Annotated[tuple[Ended, ...], Meta(max_length=MAX_ENDED)] = ()
 
 
 class Report(Frame, frozen=True, tag="report"):
