@@ -48,7 +48,8 @@ RULES = 7
     5    replicas train at different times: one that has nothing to train generates again while others train, or
          while others generate and it would make their samples faster (devices.py)
     6    limits of episodes are learned too (turns.py)
-    7    what a worker without an answer takes with it goes to those that have answered (membership.py)
+    7    what a worker without an answer brought no token of and takes with it, or lets stall, goes to those that have
+         answered (membership.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
