@@ -42,7 +42,7 @@ from polyrl.run.pool import Pool
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.reporting import Watch, reporting
 from polyrl.run.resuming import RestoredModels
-from polyrl.run.supervising import first_of, leaving, meanwhile, until_interrupted
+from polyrl.run.supervising import ended_from_outside, first_of, leaving, meanwhile, until_interrupted
 from polyrl.run.task_contract import Tasks
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
@@ -86,7 +86,8 @@ def train(
     async def run(models: RestoredModels, point: ResumePoint | None) -> str:
         training = Training(checked.recipe, run_dir, models, checked.tasks, checked.tls, point, companion, watch)
         try:
-            return await until_interrupted(training.run(), leaving(checked.recipe, run_dir))
+            with ended_from_outside(checked.recipe, run_dir):
+                return await until_interrupted(training.run(), leaving(checked.recipe, run_dir))
         finally:
             await checked.tasks.close()
 

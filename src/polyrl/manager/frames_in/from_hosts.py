@@ -69,7 +69,8 @@ def _hear(lobby: Lobby, session: HostSession, raw: bytes) -> None:
     session.heard_at = lobby.now()
     run = lobby.run
     host = None if run is None else run.desk.hosts.find(session.name, session.incarnation)
-    if not session.may_say(session.heard_at, 0 if host is None else len(host.episodes)):
+    num_held = len(frame.held) if isinstance(frame, host_frames.HostHello) else 0
+    if not session.may_say(session.heard_at, 0 if host is None else len(host.episodes), num_held):
         raise Refused("flood", f"too many frames, the last a {type(frame).__name__}")
     match frame:
         case host_frames.HostHello():
@@ -94,7 +95,9 @@ def drain(lobby: Lobby, session: HostSession, reason: str) -> None:
     """Have a host play its episodes to their end, and leave."""
     if lobby.run is None:
         lobby.forget_host(session.name, reason)
-    else:
+        return
+    host = lobby.run.desk.hosts.find(session.name, session.incarnation)
+    if host is None or not host.draining:  # said again, it is nothing new
         lobby.run.tell(e.HostDrainRequested(session.name, session.incarnation, reason))
 
 

@@ -3,6 +3,8 @@
     a sample fails on a worker --> it waits for one that has not failed its group, if such a one can write
         it is handed over, and nobody asked             --> a failure too: it would come back at once, for ever
         it stalls, or gets a token now and then         --> a failure too
+        its worker is gone, brought no token of it and never answered anything
+                                                        --> a failure too, while one that has answered is there
         it is refused with tokens that others wrote     --> it begins anew without them: whose fault they are, shows
                                                             too, unless who refused them is in doubt itself
         another worker answers the group                --> the worker's: given up after `max_failures` such groups
