@@ -30,7 +30,7 @@ from polyrl.scheduling.core.samples import ASKED, Round, TrackedGroup, TrackedSa
 from polyrl.scheduling.rules.staleness import oldest_version
 
 _MANY_NAMES = 3
-"""The rules from which on names are many, and answers count."""
+"""The first rules that prefer workers that have answered: a stranger may join under as many names as it likes."""
 
 
 def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
@@ -100,7 +100,8 @@ def fails_for_good(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> bo
 
 
 def _is_to_be_tried(desk: Desk, group: TrackedGroup) -> bool:
-    """Return whether a worker is still to try the group whose word counts for more than that of those who failed it."""
+    """Return whether the group is to be tried by another worker, whose word counts for more than that of the workers
+    that failed it."""
     if desk.state.rules < _MANY_NAMES:
         return len(group.failed_on) < 2 and bool(others(desk, group))
     num_proven = sum(seat in desk.seats and desk.seats[seat].is_proven for seat in group.failed_on)

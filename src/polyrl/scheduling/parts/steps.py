@@ -26,7 +26,7 @@ from polyrl.scheduling.rules.seeding import StepTimes
 _ADAPT_EVERY = 8
 """Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
 _MOST_FASTER = 8.0
-"""How much faster or slower than a worker the trainer's own engines are believed to be."""
+"""The most by which the trainer's own engines are believed to be faster or slower than a worker."""
 _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 
