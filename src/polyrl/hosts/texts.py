@@ -17,6 +17,7 @@ from polyrl.config.model_dir import read_facts
 from polyrl.data.text_parts import load_text_parts
 from polyrl.errors import PolyrlError
 from polyrl.hosts.episode import DrawnAnswer, NoRoom
+from polyrl.hosts.tool_syntax import PROBES, ToolSyntax, find_syntax
 from polyrl.hosts.tools import whole_text
 
 if TYPE_CHECKING:
@@ -30,14 +31,6 @@ _BYTES_PER_TOKEN = 16
 _LONG_CONTEXT = 131072
 _BREAK = "\ud800"
 """Stands within a special token that is text: half of a character, which no text has that was made whole."""
-_PROBE = {
-    "type": "function",
-    "function": {
-        "name": "polyrl_probe",
-        "description": "A probe.",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
 
 
 class ChatRefused(PolyrlError):
@@ -59,6 +52,7 @@ class ModelText:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="host-text")
         self._renders_tools: bool | None = None
+        self._syntaxes: list[ToolSyntax | None] = []
         self._special = _special_tokens(tokenizer)
         self._beginnings = _beginnings(self._special)
         self.template = template
@@ -121,11 +115,21 @@ class ModelText:
 
         if self._renders_tools is None and self.template is not None:
             try:
-                shown = self.template.render([{"role": "user", "content": "hello"}], {}, tools=[_PROBE])
+                shown = self.template.render([{"role": "user", "content": "hello"}], {}, tools=PROBES[:1])
             except TemplateRefused:
                 shown = ""
             self._renders_tools = "polyrl_probe" in shown
         return self._renders_tools is True
+
+    def tool_syntax(self) -> ToolSyntax:
+        """Return how the model writes tool calls. Raises ChatRefused where that cannot be told."""
+        if not self._syntaxes:
+            self._syntaxes.append(None if self.template is None else find_syntax(self.template))
+        if self._syntaxes[0] is None:
+            raise ChatRefused(
+                "tools: the model's chat template writes calls in a way that cannot be read safely; leave them out"
+            )
+        return self._syntaxes[0]
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
