@@ -238,6 +238,26 @@ def test_a_failed_episode_is_begun_again_and_then_leaves_its_group_and_is_never_
     run(scenario(), 60.0)
 
 
+def test_calls_that_the_environment_does_not_pay_for_are_delivered_as_such(tmp_path):
+    class WithUser(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            return msgspec.structs.replace(await super().play(episode), untrained=(1, 7))
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, WithUser()),
+        ):
+            await fleet.publish(0)
+            for group in await play_round(fleet, 0):
+                for sample in group.samples:
+                    assert [call.is_trained for call in sample.calls] == [True, False, True]
+
+    run(scenario(), 60.0)
+
+
 def test_an_episode_whose_tokens_are_spent_hears_so_and_can_still_be_scored(tmp_path):
     class Endless(EchoEnvironment):
         async def play(self, episode: Episode) -> EpisodeEnd:

@@ -329,6 +329,7 @@ class HostAgent:
                 *(key.sample, key.attempt, "scored", episode.num_calls, finite(end.reward, "the reward")),
                 _with_turns(structs.replace(end, parts=checked_parts(end.parts))),
                 end.why[:300],
+                end.untrained,
             )
         except EpisodeFailed as error:
             frame = _failed(key, episode.num_calls, str(error))

@@ -50,11 +50,15 @@ class Answering:
         self._completed: dict[str, list[int]] = {}
         """Prompt and answer of each completion that was cut off or had a stop string, and their tokens."""
         self._one_by_one = asyncio.Lock()
+        self._session = ""
+        self.callers: list[str] = []
+        """The session of each call that was answered; empty for one by the episode's base URL."""
 
-    async def answer(self, path: str, raw: bytes) -> tuple[bytes, bool]:
+    async def answer(self, path: str, raw: bytes, session: str = "") -> tuple[bytes, bool]:
         """Return the body of the reply, and whether it is a stream of events. Raises FrontRefusal, NoRoom,
         EpisodeFailed."""
         async with self._one_by_one:
+            self._session = session
             try:
                 match path:
                     case "/inference/v1/generate":
@@ -132,6 +136,7 @@ class Answering:
 
     async def _call(self, prompt: list[int], limits: CallLimits) -> DrawnAnswer:
         drawn = await self._episode.call(prompt, limits)
+        self.callers.append(self._session)
         if len(drawn.tokens) != len(drawn.logprobs) or not all(map(math.isfinite, drawn.logprobs)):
             raise EpisodeFailed("an answer whose log-probabilities are not finite numbers, one a token")
         return drawn

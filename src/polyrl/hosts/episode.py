@@ -104,6 +104,8 @@ class EpisodeEnd(Struct, frozen=True, kw_only=True):
     why: str = ""
     """Why it ended, as the environment says: one line."""
     num_turns: int = 0
+    untrained: tuple[int, ...] = ()
+    """Numbers of calls that somebody else made of the policy: an opponent, a user that it plays, a judge."""
 
 
 class PlayedEnvironment(Protocol):
