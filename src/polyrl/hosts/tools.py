@@ -75,8 +75,10 @@ def read_answer(
     thought, mark, rest = text.rpartition(_THOUGHT)
     if family == "xml":
         found = _xml(rest, _texts_of(tools))
+    elif callable(family):
+        found = family(rest)
     else:
-        found = (_READERS[family] if isinstance(family, str) else family)(rest)
+        found = _READERS[family](rest)
     return WrittenAnswer(thought + mark + found.content if mark else found.content, found.calls[:_MAX_CALLS])
 
 
