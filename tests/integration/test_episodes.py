@@ -46,6 +46,7 @@ class EchoEnvironment:
 
     name: str = "echo"
     num_tasks: int | None = None
+    max_at_once: int | None = None
 
     def __init__(self, after_call: Callable[[Episode, int], object] | None = None) -> None:
         self.after_call = after_call
@@ -130,6 +131,25 @@ async def one_round(tmp_path: Path, environment: EchoEnvironment) -> list[Group]
 def test_an_episode_of_three_calls_is_played_and_delivered_with_all_that_the_policy_saw(tmp_path):
     groups = run(one_round(tmp_path, EchoEnvironment()))
     check(groups)
+
+
+def test_a_host_claims_no_more_places_than_its_environment_has(tmp_path):
+    """As a server has sessions: whoever waits for one within the environment spends its first turn's time there."""
+    at_once = [0, 0]
+
+    class Small(EchoEnvironment):
+        max_at_once = 2
+
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            at_once[0] += 1
+            at_once[1] = max(at_once)
+            try:
+                return await super().play(episode)
+            finally:
+                at_once[0] -= 1
+
+    check(run(one_round(tmp_path, Small())))
+    assert at_once == [0, 2]
 
 
 def test_calls_of_one_episode_draw_with_random_numbers_of_their_own(tmp_path):

@@ -119,6 +119,12 @@ class PlayedEnvironment(Protocol):
         """Known after `start`. None: tasks are made from any number."""
         ...
 
+    @property
+    def max_at_once(self) -> int | None:
+        """Known after `start`: episodes that it can play at once; None: any number. An episode that waited for a place
+        within its environment would spend its first turn's time there."""
+        ...
+
     async def start(self) -> None:
         """Get ready. Raises UserError for settings that cannot be used."""
         ...

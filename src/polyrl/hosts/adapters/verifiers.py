@@ -43,6 +43,7 @@ class VerifiersEnvironment:
         self._stop = asyncio.Event()
         self.name = "verifiers"
         self.num_tasks: int | None = None
+        self.max_at_once: int | None = None
 
     async def start(self) -> None:
         vf = need("verifiers.v1", _PACKAGE)
