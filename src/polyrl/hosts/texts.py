@@ -69,7 +69,9 @@ class ModelText:
         return self._ids(text, special=special)
 
     def as_text(self, said: str) -> str:
-        """Return what somebody said, for a template, so that `encode_rendered` reads no special token in it."""
+        """Return what somebody said, for a template, so that `encode_rendered` reads no special token in it. Raises
+        NoRoom."""
+        self._check_length(said)
         return self._beginnings.sub(rf"\g<0>{_BREAK}", whole_text(said))
 
     @staticmethod
