@@ -140,14 +140,12 @@ def test_answers_that_no_call_received_are_not_trained():
 
 def test_answers_that_the_environment_does_not_pay_for_are_context_where_they_were_seen_and_nothing_elsewhere():
     """As of a user whom the policy plays too: verifiers' user-sim."""
-    played = delivered(Played([(P, A), ([9, *A], B), ([*P, *A, *B], C)], logprobs=[-0.1 * n for n in range(1, 7)]))
-    calls = tuple(call._replace(is_trained=number != 1) for number, call in enumerate(played.calls))
-    (one,) = train_samples(Group(0, 0, (played._replace(calls=calls),), ORIGIN), lambda: np.array([0], np.int32))
+    calls, logprobs = [(P, A), ([9, *A], B), ([*P, *A, *B], C)], [-0.1 * n for n in range(1, 7)]
+    (one,) = group_of([Played(calls, logprobs=logprobs, untrained=[1])])
     assert [*one.prompt.tolist(), *one.answer.tolist()] == [*P, *A, *B, *C]
     assert one.drawn is not None and one.drawn.tolist() == [0, 1, 3, 4, 5]
     assert one.logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.4, -0.5, -0.6])
-    nobody = played._replace(calls=tuple(call._replace(is_trained=False) for call in played.calls))
-    assert train_samples(Group(0, 0, (nobody,), ORIGIN), lambda: np.array([0], np.int32)) == []
+    assert group_of([Played(calls, untrained=range(3))]) == []
 
 
 def test_an_episode_in_which_nothing_was_drawn_is_left_out_of_its_group():
