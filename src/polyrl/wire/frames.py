@@ -477,6 +477,7 @@ class CallPayload(Struct, frozen=True, array_like=True, gc=False):
     start: int
     end: int
     finish: str
+    is_trained: bool = True
 
 
 class EnvironmentReward(Struct, frozen=True, array_like=True, gc=False):

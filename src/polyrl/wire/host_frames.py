@@ -83,6 +83,8 @@ class EndEpisode(Frame, frozen=True, tag="end", forbid_unknown_fields=True):
     reward: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] = 0.0
     parts: EpisodeParts = msgspec.field(default_factory=dict)
     why: PeerText = ""
+    untrained: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_CALLS)], ...], Meta(max_length=MAX_CALLS)] = ()
+    """Calls that somebody else than the one who is paid made of the policy, such as its opponent."""
 
     def __post_init__(self) -> None:
         make_plain(self, "why")

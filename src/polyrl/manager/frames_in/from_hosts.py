@@ -257,7 +257,7 @@ def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
     else:
         run.tell_progress(sample)
         num_calls = sum(one.end != OPEN and one.end <= num_tokens for one in text.calls[:num_calls])
-        to_hosts.keep_episode(run, sample.id, num_calls, num_tokens, frame.reward, dict(frame.parts))
+        to_hosts.keep_episode(run, sample.id, num_calls, num_tokens, frame.reward, dict(frame.parts), frame.untrained)
     run.tell(e.EpisodeEnded(sample.id, sample.attempt, outcome, num_tokens))
 
 
