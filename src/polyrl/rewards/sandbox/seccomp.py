@@ -18,7 +18,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     # files that no mount leads to, and accounting
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
     "fanotify_mark": (301, 263), "lookup_dcookie": (212, 18), "quotactl": (179, 60), "quotactl_fd": (443, 443),
-    "acct": (163, 89), "nfsservctl": (180, 42),
+    "acct": (163, 89), "nfsservctl": (180, 42), "inotify_init": (253, None), "inotify_init1": (294, 26),
     # memory that no limit of ours counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmdt": (67, 197), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),

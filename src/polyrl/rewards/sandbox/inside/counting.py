@@ -8,6 +8,7 @@ share memory without a file, or have children that nobody waits for (seccomp.py)
 
 import os
 import socket
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -64,8 +65,7 @@ def _usage(pids: list[int]) -> TreeUsage:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
-            with open(f"/proc/{pid}/status", "rb") as file:
-                status = file.read()
+            status = _status(pid)
         except OSError:  # it has ended
             continue
         # utime and stime: of all threads. Children that were waited for are in cutime and cstime.
@@ -77,8 +77,21 @@ def _usage(pids: list[int]) -> TreeUsage:
 
 
 def _own_kb() -> int:
-    with open("/proc/self/status", "rb") as file:
-        return _private_kb(file.read())
+    return _private_kb(_status(os.getpid()))
+
+
+def _status(pid: int) -> bytes:
+    """Return what /proc says of a process. Once its first thread has ended, only the other threads tell its memory."""
+    for path in (f"/proc/{pid}", *_threads(pid)):
+        with open(f"{path}/status", "rb") as file:
+            status = file.read()
+        if b"RssAnon:" in status:
+            break
+    return status
+
+
+def _threads(pid: int) -> Iterator[str]:
+    yield from (f"/proc/{pid}/task/{one}" for one in os.listdir(f"/proc/{pid}/task"))
 
 
 def _private_kb(status: bytes) -> int:
