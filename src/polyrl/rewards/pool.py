@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from polyrl.config.rewards import STAYS
-from polyrl.errors import ConfigError
+from polyrl.errors import ConfigError, plain
 from polyrl.rewards import arithmetic
 from polyrl.rewards.groups import RewardGroup
 from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, ScoredReply, Surroundings
@@ -45,6 +45,7 @@ QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
 """Functions of ours that only compare two texts, and run in the trainer."""
 MAX_LOSSES = 3
 """An answer over which so many reward workers were lost has no reward for now."""
+_MAX_REASON = 2000
 
 
 class PoolState(NamedTuple):
@@ -158,17 +159,18 @@ class RewardPool:
                 raise self._failure(again) from again
         if not isinstance(reply, Failed):
             return reply
+        reason = plain(reply.reason[:_MAX_REASON])  # code of the function's own may have written it
         match reply.kind:
             case "unknown":
-                raise ConfigError(reply.reason)
+                raise ConfigError(reason)
             case "timed_out":
-                raise RewardTimedOut(reply.reason + self._more())
+                raise RewardTimedOut(reason + self._more())
             case "unavailable":
-                raise RewardUnavailable(reply.reason)
+                raise RewardUnavailable(reason)
             case "stops":
-                raise RewardStops(reply.reason)
+                raise RewardStops(reason)
             case "failed":
-                raise RewardFailed(reply.reason + self._hint(reply.reason) + self._more())
+                raise RewardFailed(reason + self._hint(reason) + self._more())
 
     def _failure(self, broke: ProcessBroke) -> RewardFailed:
         if broke.timed_out:
@@ -298,7 +300,7 @@ class RewardPool:
 
 
 def _reward(told: RewardScored) -> Reward:
-    return Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct)
+    return check_value(Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct))
 
 
 class _Waiting:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from polyrl.config.plugins import check_arguments, find
 from polyrl.config.rewards import COMPARING, WeightedReward
 from polyrl.errors import ConfigError, NoReward, PolyrlError, shorten
+from polyrl.scheduling.core.bounds import MAX_REWARD
 
 OURS = {
     "arithmetic": "polyrl.rewards.arithmetic:score",
@@ -188,7 +189,7 @@ def check_value(value: Any) -> Reward:
         if not parts:
             raise RewardFailed("returned an empty dict, expected at least one part, or `score`")
         score = parts.pop(SCORE, None)
-        return Reward(math.fsum(parts.values()) if score is None else score, parts)
+        return Reward(_number(math.fsum(parts.values()), "") if score is None else score, parts)
     return Reward(_number(value, ""))
 
 
@@ -224,7 +225,12 @@ def _number(value: Any, part: str) -> float:
     what = f"{part} = " if part else ""
     if not isinstance(value, numbers.Real):
         raise RewardFailed(f"returned {what}{shorten(repr(value))}, expected a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise RewardFailed(f"returned {what}{number}, expected a finite number")
+    return in_range(float(value), f"returned {what}")
+
+
+def in_range(number: float, before: str) -> float:
+    """Return a score or a part. Raises RewardFailed for one that is too large to be compared, or none."""
+    if not abs(number) <= MAX_REWARD:  # so written, NaN is refused too
+        expected = f"a number of at most {MAX_REWARD:g}" if math.isfinite(number) else "a finite number"
+        raise RewardFailed(f"{before}{number:g}, expected {expected}")
     return number
