@@ -65,6 +65,16 @@ RESOURCES = {
         if num == 5000 or resource.getrlimit(resource.RLIMIT_RTPRIO) != (0, 0): print("ESCAPED")
         """
     ),
+    "waiting for a core by its own choice": attack(
+        """
+        import os
+        for choose in (lambda: os.nice(19), lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)),
+                       lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+                       lambda: os.setpriority(os.PRIO_PROCESS, 0, 19)):
+            try: choose(); print("ESCAPED"); break
+            except OSError: pass
+        """
+    ),
     "watches of the user's files": attack(
         """
         import ctypes
