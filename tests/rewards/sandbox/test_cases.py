@@ -233,9 +233,7 @@ class math:
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "outcome"), [(RIGHT, "passed"), (SHADOWS_ABS, "failed"), (SHADOWS_MATH, "failed")]
-)
+@pytest.mark.parametrize(("source", "outcome"), [(RIGHT, "passed"), (SHADOWS_ABS, "failed"), (SHADOWS_MATH, "failed")])
 def test_tests_that_import_everything_keep_their_own_names(source: str, outcome: str):
     assert verdict_of(source, PytestCase(source=TESTS_THAT_IMPORT_ALL)).outcome == outcome
 

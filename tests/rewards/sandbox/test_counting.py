@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from polyrl.rewards.sandbox.inside.counting import pids_of_session, queued_s
+
 _NUM_BYTES = 48 << 20
 _FILLS = f"""
 import ctypes, os, sys, threading, time
@@ -40,6 +42,32 @@ def leader(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def test_memory_is_counted_whichever_thread_of_a_process_has_ended(leader: int):
-    """Counted by a process of its own: what the counting process holds itself is subtracted, and this one holds much."""
+    """Counted by a process of its own: what that one holds itself is subtracted, and ours holds much."""
     counted = subprocess.run([sys.executable, "-c", _COUNTS, str(leader)], capture_output=True, check=True)
     assert int(counted.stdout) > _NUM_BYTES // 2
+
+
+_WAITS_FOR_A_CORE = """
+import os, threading, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+def spin():
+    while True: pass
+for _ in range(2):
+    if os.fork() == 0:
+        threading.Thread(target=spin).start()
+        time.sleep(1)
+        print("done", flush=True)
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+def test_time_without_a_core_is_that_of_any_process_and_thread():
+    """The first process of a pytest run waits for the program's; the first thread of a program may wait for others."""
+    words = [sys.executable, "-S", "-c", _WAITS_FOR_A_CORE]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [b"done\n"] * 2
+        queued = queued_s(pids_of_session(process.pid))
+        os.killpg(process.pid, 9)
+    assert queued > 0.3

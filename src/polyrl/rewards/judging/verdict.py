@@ -137,7 +137,7 @@ def _last_object(text: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object with these names. Raises ValueError for a name that is there twice: nobody knows which counts."""
+    """Return the object with these names. Raises ValueError for a name that is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name is there twice")
