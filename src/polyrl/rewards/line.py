@@ -189,9 +189,9 @@ class RewardProcess(asyncio.Protocol):
     def is_usable(self) -> bool:
         return not self._broken
 
-    def running(self) -> list[tuple[float, RewardCall]]:
-        """Return the functions that are running, each with its start time."""
-        return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
+    def running(self) -> Iterator[tuple[float, RewardCall]]:
+        """Yield the functions that are running, each with its start time."""
+        return ((one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None)
 
     async def ask(self, call: RewardCall) -> ScoredReply | Failed:
         """Score one answer, or one group.

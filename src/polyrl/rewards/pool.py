@@ -21,6 +21,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from polyrl.config.rewards import STAYS
@@ -105,11 +106,14 @@ class RewardPool:
         return await asyncio.shield(task)
 
     def state(self) -> PoolState:
-        now = asyncio.get_running_loop().time()
-        running = [one for process in self._processes for one in process.running()] + self.remote.running()
-        begun_at, call = min(running, key=lambda one: one[0], default=(now, None))
-        name = "" if call is None else call.function
-        return PoolState(len(running), len(self._asking) - len(running), now - begun_at, name)
+        """Asked every second: a list of 10,000 rewards would have Python look through all objects of the trainer."""
+        now = first = asyncio.get_running_loop().time()
+        num, name = 0, ""
+        for begun_at, call in chain(*(one.running() for one in self._processes), self.remote.running()):
+            num += 1
+            if not name or begun_at < first:
+                first, name = begun_at, call.function
+        return PoolState(num, len(self._asking) - num, now - first, name)
 
     @property
     def pids(self) -> list[int]:
