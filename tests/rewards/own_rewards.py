@@ -131,10 +131,11 @@ def too_much_together(given: RewardInput) -> dict[str, float]:
 
 def _forge(reply: RewardScored | Failed) -> None:
     """Say this in place of every reply with a score."""
-    process = sys.modules["__main__"]
-    process.encode = lambda said: encode(
-        structs.replace(reply, nonce=said.nonce) if isinstance(said, RewardScored) else said
-    )
+
+    def forged(said: RewardScored | Failed) -> bytes:
+        return encode(structs.replace(reply, nonce=said.nonce) if isinstance(said, RewardScored) else said)
+
+    vars(sys.modules["__main__"])["encode"] = forged
 
 
 def forges_a_number(given: RewardInput) -> float:
