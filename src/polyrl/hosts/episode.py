@@ -19,7 +19,8 @@ from msgspec import Struct
 
 from polyrl.errors import PolyrlError
 from polyrl.hosts.tools import whole_text
-from polyrl.wire.host_frames import MAX_PARTS, MAX_REWARD, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
+from polyrl.scheduling.core.bounds import MAX_REWARD
+from polyrl.wire.host_frames import MAX_PARTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
 
 MAX_WHY = 300
 """Characters of the reason of an end that are told."""

@@ -20,6 +20,7 @@ from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import HostSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.bounds import MAX_REWARD
 from polyrl.scheduling.core.samples import TrackedSample
 from polyrl.wire import columns, frames, host_frames
 from polyrl.wire.columns import TOKEN_IDS
@@ -240,7 +241,7 @@ def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
     if sample is None:
         return
     for name, value in (("reward", frame.reward), *frame.parts.items()):
-        if not abs(value) <= host_frames.MAX_REWARD:  # so written, NaN is refused too
+        if not abs(value) <= MAX_REWARD:  # so written, NaN is refused too
             raise Refused("reward", f"episode {show_sample(sample.id)}: {plain(name)} is {value}")
     text, outcome = run.payload.tokens_of(sample.id), frame.outcome
     num_calls = min(frame.num_calls, len(text.calls))
