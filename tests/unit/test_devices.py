@@ -183,6 +183,27 @@ def test_a_device_is_handed_back_when_the_other_holds_what_still_runs():
     assert [one.worker for one in only(said, c.StartTraining)] == ["t"]
 
 
+def test_of_replicas_that_turn_to_generating_together_the_first_leaves_the_others_their_share():
+    run = Driver(small_config(prompts=8, samples=1, seeding=SeedingConfig(mode="whole_round"), balance=False))
+    run.begin()
+    for name in ("t", "u", "v"):
+        run.join(name, local=True, ready=False)
+    assert len(leased(run.turn("u", "generating"))) == 3
+    assert len(leased(run.turn("t", "generating"))) == 3
+    assert len(leased(run.turn("v", "generating"))) == 2
+
+
+def test_what_waits_for_a_replica_that_does_not_turn_goes_to_the_others_as_their_samples_end():
+    run = Driver(small_config(prompts=8, samples=1, seeding=SeedingConfig(mode="whole_round"), balance=False))
+    run.begin()
+    run.join("t", local=True, ready=False)
+    run.join("u", local=True, ready=False)
+    first = leased(run.turn("t", "generating"))
+    assert len(first) == 4
+    assert len(leased(run.finish(*list(first)[:2]))) == 1, "t holds 2 of 6 and may have 3"
+    assert len(leased(run.leave("u"))) == 3
+
+
 def test_a_device_is_not_handed_back_when_its_samples_do_not_fit_into_the_other_cache():
     config = HandBackConfig(enabled=True)
     run = Driver(small_config(prompts=8, samples=1, hand_back=config, seeding=SeedingConfig(mode="whole_round")))

@@ -29,7 +29,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 6
+RULES = 7
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -48,6 +48,8 @@ RULES = 6
     5    replicas train at different times: one that has nothing to train generates again while others train, or
          while others generate and it would make their samples faster (devices.py)
     6    limits of episodes are learned too (turns.py)
+    7    of replicas that turn to generating, the first takes its share of the samples that wait, and leaves the others
+         theirs (leases.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
