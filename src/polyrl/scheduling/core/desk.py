@@ -49,7 +49,7 @@ RULES = 7
          while others generate and it would make their samples faster (devices.py)
     6    limits of episodes are learned too (turns.py)
     7    of replicas that turn to generating, the first takes its share of the samples that wait, and leaves the others
-         theirs (leases.py)
+         theirs (leases.py); none is given back before it is known how fast the others are (devices.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
