@@ -19,6 +19,7 @@ from polyrl.manager.run import gather
 from polyrl.manager.service import Service
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules, HandBackConfig, RoutingConfig
+from polyrl.scheduling.parts import credit
 from polyrl.scheduling.parts.hearing import concerned, runs_of
 from polyrl.wire import columns, frames
 
@@ -127,6 +128,23 @@ def test_an_answer_after_which_devices_may_be_given_back_has_the_trainers_own_wo
     assert concerned(desk, e.SampleFinished(lease, 90), now) is None
     round_.next_hand_back_share = 1.0 / round_.num_planned
     assert concerned(desk, e.SampleFinished(lease, 90), now) == [7]
+    manager.service.close()
+
+
+def test_a_worker_that_has_all_that_it_is_trusted_with_earns_more_within_a_few_heartbeats(tmp_path):
+    """Long before its first answer ends, and although nothing depends on its news."""
+    domains = (structs.replace(CONFIG.domains[0], prompts_per_step=30),)
+    manager = Manager(tmp_path, 0, structs.replace(BEATING, domains=domains))
+    manager.workers["a"] = worker = Worker(manager.service, "a", slots=100)
+    for num_known in (credit.START, 2 * credit.START, 4 * credit.START):
+        manager.commit()
+        manager.commit()
+        assert len(worker.at) == num_known
+        pass_time(manager, 2.1)
+        for lease, at in list(worker.at.items()):
+            worker.say(tokens_frame(lease, at, [1, 2, 3]))
+            worker.at[lease] = at + 3
+        worker.say(REPORT)
     manager.service.close()
 
 
