@@ -23,8 +23,8 @@ def trained_mean(lines: list[StepLine]) -> float:
 
 def test_a_race_that_trains_short_answers_is_left_for_prompts():
     lines = played("tail-14b-16k", 0.25).lines
-    left = {one.step: one.mode_left for one in lines if one.mode_left}
-    assert list(left) == [4] and "from race to prompts" in left[4]
+    left = [(one.step, one.mode_left) for one in lines if one.mode_left]
+    assert [step for step, _ in left] == [4] and "from race to prompts" in left[0][1]
     assert trained_mean(lines[:5]) < 0.9 * trained_mean(lines[5:])
     assert "long" in [one.kind for one in lines[5:]]
 
