@@ -24,7 +24,7 @@ SETTINGS = (
     "checkpoint.every_steps=1",
 )  # fmt: skip
 TAIL = (
-    "rollout.max_new_tokens=120", "rollout.impose_lengths.kind=lognormal", "rollout.impose_lengths.median=15",
+    "rollout.max_new_tokens=200", "rollout.impose_lengths.kind=lognormal", "rollout.impose_lengths.median=40",
     "rollout.impose_lengths.sigma=1.0",
 )  # fmt: skip
 
@@ -58,7 +58,8 @@ def told(run_dir: Path) -> Iterator[e.Event | c.Command]:
 def test_replicas_generate_side_by_side_and_one_is_handed_back_to_training_while_the_round_goes_on(
     model: Path, tmp_path: Path
 ):
-    train(model, tmp_path, "train.steps=4", "train.replicas=2", "--ranks", "2", "hand_back.enabled=true", *TAIL)
+    eager = ("hand_back.enabled=true", "hand_back.max_slowdown=8")
+    train(model, tmp_path, "train.steps=4", "train.replicas=2", "--ranks", "2", *eager, *TAIL)
     wrote, trained, early = set[str](), set[str](), 0
     is_open = False
     for one in told(tmp_path):

@@ -139,6 +139,8 @@ def test_without_a_name_all_are_listed_with_where_they_can_be_played(capsys):
         (["planner", "--on", "emulated"], "planner cannot be played on emulated: an emulated engine has no width"),
         (["minimum", "--on", "gpu"], "minimum cannot be played on gpu: no script measures it there"),
         (["minimum", "--seeds", "0"], "--seeds: 0; expected at least 1"),
+        (["minimum", "--speedup", "inf"], "--speedup: inf; expected at most 1000: processes do not go that fast"),
+        (["minimum", "--out", "/dev/null/x"], "--out: /dev/null/x: no folder can be made there: Not a directory"),
     ],
 )
 def test_what_cannot_be_played_is_one_line(arguments, line, capsys):

@@ -48,3 +48,12 @@ def test_a_gradient_far_above_the_usual_is_an_alarm_once_the_usual_is_known(norm
         lag.after(step, metrics(norm=1.0))
     assert lag.after(6, metrics(norm=9.9))["staleness/alarm"] == 0.0
     assert lag.after(7, metrics(norm=norm)) == {"staleness/allowed": 1.0, "staleness/alarm": 1.0}
+
+
+def test_steps_that_trained_nothing_make_no_later_gradient_look_large():
+    lag = Lag(TrainSection(mode="async", max_staleness=2, max_norm_growth=10.0), 2)
+    for step in range(20):
+        assert lag.after(step, metrics(norm=0.0))["staleness/alarm"] == 0.0
+    for step in range(20, 30):
+        assert lag.after(step, metrics(norm=1.0))["staleness/alarm"] == 0.0
+    assert lag.after(30, metrics(norm=20.0))["staleness/alarm"] == 1.0

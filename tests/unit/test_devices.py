@@ -7,6 +7,7 @@ from tests.unit.driver import Driver, leased, only, small_config
 from polyrl.ids import GroupId, Step, Version, WorkerName
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Speed
 from polyrl.scheduling.core.parameters import HandBackConfig, SeedingConfig
 
 
@@ -162,14 +163,23 @@ def test_a_repeated_change_of_duty_is_late_news():
     assert (run.duty("t"), run.ledger.late_news) == ("generating", 1)
 
 
-def hand_back(*, balance: bool = False, **others) -> Driver:
+def hand_back(*, balance: bool = False, known: bool = True, **others) -> Driver:
     config = HandBackConfig(enabled=True, first_share=0.2, last_share=0.5, check_every_share=0.05, **others)
     whole = SeedingConfig(mode="whole_round")
     run = Driver(small_config(prompts=8, samples=1, hand_back=config, seeding=whole, balance=balance))
     run.begin()
     run.join("t", local=True, slots=4)
     run.join("u", local=True, slots=4)
+    if known:
+        for worker in run.scheduler.desk.state.fleet.local():
+            worker.speed.observe(1, 0.01)
+            worker.speed.observe(4, 0.01)
     return run
+
+
+def test_no_device_is_handed_back_before_it_is_known_how_fast_the_others_are():
+    run = hand_back(known=False)
+    assert not only(run.finish("1/0", "2/0", "5/0", "3/0"), c.HandOver)
 
 
 def test_a_device_is_handed_back_when_the_other_holds_what_still_runs():
@@ -181,6 +191,27 @@ def test_a_device_is_handed_back_when_the_other_holds_what_still_runs():
     said = run.end("4/0", at=9)
     assert leased(said) == {"4/0": ("u", 9)}
     assert [one.worker for one in only(said, c.StartTraining)] == ["t"]
+
+
+def test_of_replicas_that_turn_to_generating_together_the_first_leaves_the_others_their_share():
+    run = Driver(small_config(prompts=8, samples=1, seeding=SeedingConfig(mode="whole_round"), balance=False))
+    run.begin()
+    for name in ("t", "u", "v"):
+        run.join(name, local=True, ready=False)
+    assert len(leased(run.turn("u", "generating"))) == 3
+    assert len(leased(run.turn("t", "generating"))) == 3
+    assert len(leased(run.turn("v", "generating"))) == 2
+
+
+def test_what_waits_for_a_replica_that_does_not_turn_goes_to_the_others_as_their_samples_end():
+    run = Driver(small_config(prompts=8, samples=1, seeding=SeedingConfig(mode="whole_round"), balance=False))
+    run.begin()
+    run.join("t", local=True, ready=False)
+    run.join("u", local=True, ready=False)
+    first = leased(run.turn("t", "generating"))
+    assert len(first) == 4
+    assert len(leased(run.finish(*list(first)[:2]))) == 1, "t holds 2 of 6 and may have 3"
+    assert len(leased(run.leave("u"))) == 3
 
 
 def test_a_device_is_not_handed_back_when_its_samples_do_not_fit_into_the_other_cache():
@@ -282,9 +313,7 @@ def test_a_replica_that_has_nothing_to_train_generates_again_if_that_makes_the_o
     run.turn("t", "training")
     fleet = run.scheduler.desk.state.fleet
     other = fleet.seats[fleet.by_name[WorkerName("u")]]
-    other.speed.observe(1, 0.01)
-    other.speed.observe(2, 0.01)
-    other.speed.observe(4, 0.04)
+    other.speed = Speed([0.01, 0.01, 0.04], [1.0, 2.0, 4.0])
     assert not only(run.wait(8.0), c.StartGenerating), "it may still get something to train"
     (back,) = only(run.wait(4.0), c.StartGenerating)
     assert back.worker == "t" and "nothing was there to train" in back.why

@@ -18,7 +18,8 @@ from polyrl.manager.lobby import Lobby
 from polyrl.manager.run import gather
 from polyrl.manager.service import Service
 from polyrl.scheduling.core import events as e
-from polyrl.scheduling.core.parameters import FleetRules, RoutingConfig
+from polyrl.scheduling.core.parameters import FleetRules, HandBackConfig, RoutingConfig
+from polyrl.scheduling.parts import credit
 from polyrl.scheduling.parts.hearing import concerned, runs_of
 from polyrl.wire import columns, frames
 
@@ -111,6 +112,39 @@ def test_an_answer_has_nobody_told_of_but_those_that_failed_its_group(tmp_path):
     assert concerned(desk, e.SampleFinished(lease, 90), now) == [seat]
     assert concerned(desk, e.GroupRejected(sample.group, "a lie", (WorkerName("b"), WorkerName("c"))), now) == [seat]
     assert concerned(desk, e.GroupRejected(sample.group, "too easy"), now) is None
+    manager.service.close()
+
+
+def test_an_answer_after_which_devices_may_be_given_back_has_the_trainers_own_workers_told_of(tmp_path):
+    """Nothing else may tell of them in a whole round, where samples are not moved for balance."""
+    manager = brought_and_untold(tmp_path)
+    desk, now = manager.lobby.need_run().desk, manager.lobby.now()
+    lease, _ = next(iter(desk.leases.items()))
+    desk.config = structs.replace(desk.config, hand_back=HandBackConfig(enabled=True))
+    (round_,) = desk.rounds.values()
+    desk.state.fleet.local_seats.append(7)
+    round_.num_waiting = 0
+    round_.next_hand_back_share = 2.0 / round_.num_planned
+    assert concerned(desk, e.SampleFinished(lease, 90), now) is None
+    round_.next_hand_back_share = 1.0 / round_.num_planned
+    assert concerned(desk, e.SampleFinished(lease, 90), now) == [7]
+    manager.service.close()
+
+
+def test_a_worker_that_has_all_that_it_is_trusted_with_earns_more_within_a_few_heartbeats(tmp_path):
+    """Long before its first answer ends, and although nothing depends on its news."""
+    domains = (structs.replace(CONFIG.domains[0], prompts_per_step=30),)
+    manager = Manager(tmp_path, 0, structs.replace(BEATING, domains=domains))
+    manager.workers["a"] = worker = Worker(manager.service, "a", slots=100)
+    for num_known in (credit.START, 2 * credit.START, 4 * credit.START):
+        manager.commit()
+        manager.commit()
+        assert len(worker.at) == num_known
+        pass_time(manager, 2.1)
+        for lease, at in list(worker.at.items()):
+            worker.say(tokens_frame(lease, at, [1, 2, 3]))
+            worker.at[lease] = at + 3
+        worker.say(REPORT)
     manager.service.close()
 
 

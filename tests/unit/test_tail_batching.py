@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from polyrl.ids import PromptId, Step
 from polyrl.scheduling.core.parameters import DomainData, RoundsConfig
-from polyrl.scheduling.rules.tail_batching import PlannedPrompt, Planner, RoundPlan, TailBatching, start
+from polyrl.scheduling.rules.tail_batching import (
+    PlannedPrompt,
+    Planner,
+    RoundPlan,
+    TailBatching,
+    in_force,
+    start,
+    watch_bias,
+)
 
 Mode = Literal["off", "race", "prompts", "designated", "predicted"]
 MODES: tuple[Mode, ...] = ("off", "race", "prompts", "designated", "predicted")
@@ -175,3 +183,54 @@ def test_the_laws_of_an_epoch_hold_for_any_shape(mode, quotas, size, factor):
     plan, state = planner(mode, quotas=tuple(quotas), sizes=sizes, factor=factor, num_epochs=2)
     trained = [(one.domain, one.epoch, one.prompt) for _, groups in play(plan, state) for one in groups]
     assert sorted(trained) == [(d, e, p) for d in range(len(sizes)) for e in range(2) for p in range(sizes[d])]
+
+
+def guarded(mode: Mode, max_bias: float = 0.2) -> tuple[RoundsConfig, TailBatching]:
+    config = RoundsConfig(tail_batching=mode, bias_guard=True, max_bias=max_bias)
+    return config, start(config, 1)
+
+
+def period(config: RoundsConfig, state: TailBatching, trained_mean: int, num_samples: int = 1024) -> str:
+    """Train a short and a long round, of answers whose mean should be 1000."""
+    assert not watch_bias(config, state, "short", trained_mean * num_samples, num_samples, 1000.0)
+    return watch_bias(config, state, "long", trained_mean * num_samples, num_samples, 1000.0)
+
+
+def test_the_guard_leaves_a_mode_for_milder_ones_until_what_is_trained_is_long_enough():
+    config, state = guarded("race")
+    assert period(config, state, 820) == ""
+    assert "from race to prompts: the answers that it trains are 30% shorter" in period(config, state, 700)
+    assert in_force(config, state).tail_batching == "prompts"
+    assert "from prompts to off" in period(config, state, 790)
+    assert period(config, state, 500) == "", "there is no milder mode than off"
+
+
+def test_the_guard_judges_whole_periods_of_many_samples():
+    config, state = guarded("designated")
+    assert period(config, state, 100, num_samples=100) == ""
+    assert "from designated to off" in period(config, state, 100, num_samples=100), "400 samples since"
+    assert not watch_bias(RoundsConfig(tail_batching="race"), start(config, 1), "long", 1, 1000, 1000.0)
+
+
+def test_deferred_prompts_are_drained_once_the_guard_has_left_the_race():
+    config = RoundsConfig(tail_batching="race", bias_guard=True)
+    plan = Planner(config, (DomainData(name="d", prompts_per_step=4, num_prompts=100),), seed=7, num_epochs=1)
+    state = start(config, 1)
+    short = plan.plan_round(state, Step(0))
+    assert short is not None
+    race(plan, state, short, 0)
+    state.milder = "off"
+    second, third = plan.plan_round(state, Step(1)), plan.plan_round(state, Step(2))
+    assert second is not None and third is not None
+    assert (second.kind, second.num_samples, [one.times_deferred for one in second.choices]) == (
+        "long",
+        8,
+        [1, 0, 0, 0],
+    )
+    assert (third.kind, third.num_samples, len(third.choices)) == ("short", 8, 4)
+
+
+@pytest.mark.parametrize("mode", ["off", "predicted"])
+def test_a_guard_where_there_is_no_milder_mode_is_refused(mode):
+    with pytest.raises(ValueError, match="bias_guard: there is no milder mode"):
+        RoundsConfig(tail_batching=mode, bias_guard=True)

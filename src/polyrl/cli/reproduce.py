@@ -30,6 +30,8 @@ examples:
 
 Files of --out: NAME-PLACE.md and, with matplotlib, NAME-PLACE.png. Exit code 1: a figure is outside its tolerance."""
 
+_MOST_SPEEDUP = 1000.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
@@ -56,11 +58,17 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--seeds", args.seeds), ("--processes", args.processes), ("--speedup", args.speedup)):
         if value is not None and not value >= 1:
             raise UserError(f"{option}: {value:g}; expected at least 1")
+    if args.speedup > _MOST_SPEEDUP:
+        raise UserError(
+            f"--speedup: {args.speedup:g}; expected at most {_MOST_SPEEDUP:g}: processes do not go that fast"
+        )
     wanted = [(name, _find(name)) for name in dict.fromkeys(args.names)]
     for name, one in wanted:
         _check_place(name, one, args.on)
     if args.on == "gpu":
         return max(_run_on_gpu(REPRODUCTIONS[name].gpu) for name, _ in wanted)
+    if args.out is not None:
+        _make(args.out)
     with _player(args) as player:
         sections = [(name, *_timed(one, args.on, player)) for name, one in wanted]
     for name, section, wall_s in sections:
@@ -147,11 +155,17 @@ def _origin(args: argparse.Namespace, name: str, wall_s: float) -> "Provenance":
     return Provenance(name, args.on, command, seeds, wall_s, state_of_source())
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {folder}: no folder can be made there: {error.strerror}") from error
+
+
 def _write(folder: Path, section: "Section", origin: "Provenance") -> None:
     from polyrl.reproduce.page import page
     from polyrl.reproduce.picture import draw
 
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{origin.name}-{origin.place}.md"
     pictures: list[Path] = []
     with without_pictures():

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 CarryOut = Callable[["Run", c.Command], None]
 
-_TELL_EVERY_S = 2.0
-AT_LAST_S = 5.0
-"""The samples that an engine holds back are told after this time, although nothing depended on it."""
+_TELL_EVERY_BEATS = 2.0
+AT_LAST_BEATS = 5.0
+"""The samples that an engine holds back are told after so many heartbeats, although nothing depended on it."""
 
 
 class Run:
@@ -63,6 +63,11 @@ class Run:
         self._events: deque[e.Event] = deque()
         self._telling = False
 
+    @property
+    def beat_s(self) -> Seconds:
+        """Seconds from one heartbeat of a worker to the next."""
+        return self.lobby.settings.stream.heartbeat_interval_s
+
     # The scheduler
 
     def tell(self, event: e.Event) -> None:
@@ -80,7 +85,9 @@ class Run:
                 now = self.lobby.now()
                 whole = concerned(self.desk, event, now)
                 if whole is not None:
-                    news = gather(self.desk, self.lobby.workers.values(), self.payload.tokens, now, whole)
+                    news = gather(
+                        self.desk, self.lobby.workers.values(), self.payload.tokens, now, whole, beat_s=self.beat_s
+                    )
                     if news is not None:
                         self._handle(news, now)
                 if isinstance(event, e.TimePassed) and not self.scheduler.is_due(now):
@@ -98,7 +105,7 @@ class Run:
 
     def tell_news(self, session: WorkerSession) -> None:
         """Tell what was heard of a worker, although nothing else happens."""
-        news = gather(self.desk, [session], self.payload.tokens, self.lobby.now())
+        news = gather(self.desk, [session], self.payload.tokens, self.lobby.now(), beat_s=self.beat_s)
         if news is not None:
             self.tell(news)
 
@@ -204,6 +211,8 @@ def gather(
     texts: Mapping[SampleId, SampleTokens],
     now: Seconds,
     whole: Collection[int] = (),
+    *,
+    beat_s: Seconds = 1.0,
 ) -> e.FleetReported | None:
     """Return the news that is due, and all news of the seats in `whole`; None for none. It counts as told."""
     found = [(worker, one) for one in sessions if (worker := desk.state.fleet.find(one.name, one.incarnation))]
@@ -215,7 +224,7 @@ def gather(
     last = 0
     for worker, session in found:
         ago = _heard_ago(desk, worker, session, now)
-        is_due = worker.seat in whole or now - session.told_at >= _TELL_EVERY_S
+        is_due = worker.seat in whole or now - session.told_at >= _TELL_EVERY_BEATS * beat_s
         runs = _gains(desk, worker, texts) if is_due and worker.leases else ()
         report = session.report if is_due and session.report is not session.told_report else None
         if report is not None and not teaches(worker, report.num_waiting):

@@ -42,6 +42,7 @@ def _draw_checks(axes: "Axes", checks: list[Check]) -> None:
         axes.plot(check.ours / check.published, row, "o", color=color, markersize=6)
     names = [f"{check.table}: {check.name}" for check in checks]
     axes.set_yticks(list(rows), names, fontsize=8, color=INK)
+    axes.set_ylim(0.4, len(checks) + 0.6)  # else the marks of the first and the last row are cut in half
 
 
 def _draw_curve(axes: "Axes", curve: Curve) -> None:

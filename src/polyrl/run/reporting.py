@@ -135,6 +135,8 @@ class Reporter:
         if not report.stats.added.num_groups and report.num_filtered:
             why = f"all rewards were equal in each of the {report.num_filtered} groups that came"
             self.display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
+        if report.line is not None and report.line.mode_left:
+            self.display.say(Text(f"step {report.step}: {report.line.mode_left}", style="yellow"))
         self._warn_of_mismatch(report)
 
     async def _show_samples(self, step: int) -> None:

@@ -4,12 +4,14 @@ Every redundant count and index is computed anew here and compared; then the con
 does not hold is a bug of the scheduler, whatever the environment did.
 """
 
+import math
+
 from polyrl.errors import LawViolation
 from polyrl.ids import SampleId, Seconds, Version, show_sample
 from polyrl.scheduling.core.desk import ON_DESK, Desk
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
-from polyrl.scheduling.parts import failures
+from polyrl.scheduling.parts import failures, leases
 from polyrl.scheduling.rules.staleness import newest_step, oldest_version
 from polyrl.scheduling.rules.tail_batching import num_extra
 from polyrl.scheduling.scheduler import Scheduler
@@ -318,11 +320,12 @@ def _check_rest(desk: Desk) -> None:
         for domain in sorted({desk.groups[desk.samples[one].group].domain for one in _unhosted(desk, round_)}):
             room = desk.hosts.choose(desk.environment_of(domain))
             _law(room is None, f"an episode of domain {domain} waits although a host has room for it")
+    shares = leases.local_level(desk) < math.inf
     for round_ in (desk.asked, *desk.rounds.values()):
         is_asked = round_ is desk.asked
         oldest = Version(0) if is_asked else oldest_version(round_.step, desk.config.max_staleness)
         if round_.num_waiting > len(round_.failed):
-            room = desk.router.has_room(oldest, remote=is_asked)
+            room = desk.router.has_room(oldest, remote=is_asked or shares)
             _law(not room, f"{'an asked' if is_asked else 'a'} sample waits although a worker has room for it")
         for first in round_.failed[:1]:
             sample = desk.samples[first]

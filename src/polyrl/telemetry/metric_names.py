@@ -166,6 +166,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("bias/generated_mean_length", "tokens", "mean length of all answers of the round that ended by themselves"),
     Metric(
+        "bias/expected_mean_length",
+        "tokens",
+        "mean length of answers, learned from all that were seen, those too that were stopped and would have gone on",
+    ),
+    Metric(
         "bias/inclusion_by_bin/<bin>", "share", "the run's answers of 2^(bin-1) to 2^bin - 1 tokens that were trained"
     ),
     Metric(

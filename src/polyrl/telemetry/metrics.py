@@ -225,6 +225,7 @@ def from_step_line(
         "cost/usd_per_mtok": None if usd is None or not line.tokens_trained else usd / line.tokens_trained * _MILLION,
         "bias/trained_mean_length": line.trained_mean,
         "bias/generated_mean_length": line.generated_mean,
+        "bias/expected_mean_length": line.expected_mean or None,
         **{f"bias/inclusion_by_bin/{b}": trained / ended for b, ended, trained in line.inclusion_by_length},
         "weights/version": Step(line.step + 1),
     }

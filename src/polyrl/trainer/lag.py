@@ -4,7 +4,8 @@ Collapse of asynchronous training announces itself in the effective sample size 
 its gradient (arXiv 2602.17616). Each step is compared with two bounds:
 
     actor/effective_sample_size     below `train.min_sample_size`
-    actor/grad_norm                 above `train.max_norm_growth` times the median of the last steps without an alarm
+    actor/grad_norm                 above `train.max_norm_growth` times the median of the last steps without an alarm;
+                                    steps that trained nothing do not count
 
 An alarm halves the lag, down to 0; after CALM_STEPS steps without an alarm it goes up by one, to `max_staleness` at
 most. The loop requests rounds only so far ahead. Rounds that were requested before are trained, so a lower lag is in
@@ -48,7 +49,7 @@ class Lag:
         if alarm:
             self._num_calm = 0
             self._lower(step, alarm)
-        else:
+        elif metrics["actor/grad_norm"]:  # a step that trained nothing says nothing of the others
             self._num_calm += 1
             self._norms.append(metrics["actor/grad_norm"])
             if self._num_calm >= CALM_STEPS and self.now < self._most:

@@ -16,7 +16,7 @@ from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.relay_addresses import own_addresses
 from polyrl.manager.peers.sessions import WorkerSession
-from polyrl.manager.run import AT_LAST_S, Run
+from polyrl.manager.run import AT_LAST_BEATS, Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import NO_VERSION, TrackedSample
@@ -307,8 +307,9 @@ def _report(run: Run, session: WorkerSession, report: frames.Report) -> None:
     worker = run.seat_of(session)
     if worker is None:
         return
-    waited_s = run.lobby.now() - session.told_at
-    if worker.unheard or (waited_s > AT_LAST_S and teaches(worker, report.num_waiting)):
+    is_late = run.lobby.now() - session.told_at > AT_LAST_BEATS * run.beat_s
+    may_earn = len(worker.leases) >= worker.earned  # and its first answers may be minutes away
+    if worker.unheard or may_earn or (is_late and teaches(worker, report.num_waiting)):
         run.tell_news(session)
 
 

@@ -144,4 +144,5 @@ def whole(line: StepLine, scale: Scale) -> StepLine:
         seed_window_s=line.seed_window_s * scale.speedup,
         trained_mean=line.trained_mean * scale.tokens_per_token,
         generated_mean=line.generated_mean * scale.tokens_per_token,
+        expected_mean=line.expected_mean * scale.tokens_per_token,
     )

@@ -79,6 +79,11 @@ class StepLine(Struct, frozen=True, omit_defaults=True):
     """The cost of the run so far."""
     predicted_s: Seconds | None = None
     """From the round's opening to its closing, as the parallelism planner expected it; none where it does not plan."""
+    expected_mean: float = 0.0
+    """Mean length of answers as learned from all that were seen, those included that were stopped and would have gone
+    on; 0: not told, by earlier rules."""
+    mode_left: str = ""
+    """Why the mode of tail batching was left after this step, if it was."""
 
 
 class WorkerLine(Struct):

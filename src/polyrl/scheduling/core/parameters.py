@@ -46,7 +46,11 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_waste: Share = 0.4
     """The most tokens that adaptive factors may discard, as a share of all generated."""
     max_bias: Share = 0.35
-    """The most by which adaptive factors may shorten the mean trained answer, as a share of it."""
+    """The most by which the mean trained answer may be shorter than the mean answer, as a share of it: for adaptive
+    factors, and for the guard."""
+    bias_guard: bool = False
+    """Leave the mode for a milder one when a period's trained answers are shorter than `max_bias` allows: race for
+    prompts, prompts and designated for off."""
     refill: bool = True
     """Start a fresh prompt for one that was dropped or filtered; otherwise the step goes on with one less."""
     max_refill_share: NotNegative = 1.0
@@ -60,6 +64,8 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.adaptive and self.tail_batching in ("designated", "predicted"):
             raise ValueError(f"adaptive: factors are chosen for race and prompts only, not for {self.tail_batching}")
+        if self.bias_guard and self.tail_batching in ("off", "predicted"):
+            raise ValueError(f'bias_guard: there is no milder mode than tail_batching = "{self.tail_batching}"')
         if math.ceil(self.samples_per_prompt * self.sample_factor) > MAX_SAMPLES_PER_GROUP:
             raise ValueError(f"sample_factor: a prompt would start more than {MAX_SAMPLES_PER_GROUP} samples")
         if self.min_group_samples > max(2, self.samples_per_prompt):

@@ -85,7 +85,7 @@ def stop_generating(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
     desk.router.update(worker)
     for lease in list(worker.leases):
         leases.hand_over(desk, desk.leases[lease], why, now)
-    desk.devices_due = True
+    desk.place_due = desk.devices_due = True
 
 
 def review(desk: Desk, now: Seconds) -> None:
@@ -194,6 +194,7 @@ def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> No
     if duty == "to_generating":
         stop_waiting(desk, now)
     desk.router.update(worker)
+    desk.place_due = True  # the share of each of the others is another one
     desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
     command = StartTraining if duty == "to_training" else StartGenerating
     desk.commands.append(command(worker.name, why))
@@ -254,13 +255,18 @@ def note_seeding(desk: Desk, now: Seconds) -> None:
 # Hand-back: fewer devices generate while the rest already train
 
 
-def _hand_back(desk: Desk, round_: Round, local: list[Worker], now: Seconds) -> None:
+def hand_back_is_due(desk: Desk, round_: Round, num_generated: int) -> bool:
+    """Return whether devices may be given back now that so many of the round's samples are generated."""
     config = desk.config.hand_back
     if not config.enabled or round_.closed_at is not None or round_.next_hand_back_share > config.last_share + 1e-9:
+        return False
+    return num_generated / round_.num_planned >= round_.next_hand_back_share and not round_.num_waiting
+
+
+def _hand_back(desk: Desk, round_: Round, local: list[Worker], now: Seconds) -> None:
+    if not hand_back_is_due(desk, round_, round_.num_generated):
         return
-    done = round_.num_generated / round_.num_planned
-    if done < round_.next_hand_back_share or round_.num_waiting:
-        return
+    config, done = desk.config.hand_back, round_.num_generated / round_.num_planned
     while round_.next_hand_back_share <= done:
         round_.next_hand_back_share += config.check_every_share
     generating = [worker for worker in local if worker.may_generate]
@@ -285,12 +291,16 @@ def _num_to_keep(desk: Desk, generating: list[Worker]) -> int:
         kept = generating[:keep]
         fits = all(worker.kv_tokens == 0 or worker.kv_tokens >= tokens / keep for worker in kept)
         roomy = all(worker.plateau >= share for worker in kept)
-        if fits and roomy and all(_slowdown(worker, share) <= desk.config.hand_back.max_slowdown for worker in kept):
+        if fits and roomy and all(_slowdown(desk, one, share) <= desk.config.hand_back.max_slowdown for one in kept):
             return keep
     return len(generating)
 
 
-def _slowdown(worker: Worker, num_running: float) -> float:
-    before = worker.speed.step_s(len(worker.leases))
-    after = worker.speed.step_s(num_running)
-    return 1.0 if before is None or after is None else after / before
+def _slowdown(desk: Desk, worker: Worker, num_running: float) -> float:
+    """Return how much slower its samples become. Replicas are alike: what one was seen to need stands for another."""
+    alike = [one.speed for one in (worker, *desk.state.fleet.local()) if one.speed.samples]
+    speed = alike[0] if alike and desk.state.rules >= 8 else worker.speed
+    before, after = speed.step_s(len(worker.leases)), speed.step_s(num_running)
+    if before is None or after is None:
+        return 1.0 if desk.state.rules < 8 else math.inf
+    return after / before

@@ -28,7 +28,7 @@ from polyrl.scheduling.core.events import (
     WorkerLeft,
 )
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.parts import balancing, credit, membership
+from polyrl.scheduling.parts import balancing, credit, devices, membership
 from polyrl.scheduling.parts.leases import note_tokens
 
 MS_A_TICK = 10
@@ -114,9 +114,8 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
         case GroupRejected():
             by_name = desk.state.fleet.by_name
             return [by_name[name] for name in event.blamed if name in by_name] or None
-        case SampleFinished():  # whoever failed where this one did not may be given up
-            sample = desk.leases.get(event.lease)
-            return None if sample is None else desk.groups[sample.group].failed_on or None
+        case SampleFinished():
+            return _concerned_by_answer(desk, event)
         case VersionReplaced() | HostLeft() | HostJoined():
             return list(desk.seats)
         case EpisodeEnded():  # a host may be given up for it, and with it all of its calls
@@ -126,3 +125,16 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
             return None if sample is None or sample.worker < 0 else [sample.worker]
         case _:
             return None
+
+
+def _concerned_by_answer(desk: Desk, event: SampleFinished) -> Sequence[int] | None:
+    """Return the seats of workers that failed where this one did not, and may be given up for it; and those of the
+    trainer's own, if some of them may be given back: how fast they are, and how far their samples, decides which."""
+    sample = desk.leases.get(event.lease)
+    if sample is None:
+        return None
+    round_ = devices.oldest_round(desk)
+    its_round = desk.groups[sample.group].step
+    if round_ is not None and devices.hand_back_is_due(desk, round_, round_.num_generated + (round_.step == its_round)):
+        return [*desk.groups[sample.group].failed_on, *desk.state.fleet.local_seats]
+    return desk.groups[sample.group].failed_on or None

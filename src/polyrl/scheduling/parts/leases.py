@@ -6,6 +6,7 @@ of it is late news.
 """
 
 import heapq
+import math
 
 from polyrl.ids import LeaseId, SampleId, Seconds, Version
 from polyrl.scheduling.core.commands import Abort, ForgetTokens, Generate, HandOver, ReleaseWorker
@@ -30,6 +31,31 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
     desk.failed_wait = False
     if desk.asked.num_waiting:
         _place_asked(desk, now)
+    level = local_level(desk)
+    if level < math.inf:
+        local = desk.state.fleet.local()
+        desk.router.cap(level, local)
+        _place_rounds(desk, now)
+        desk.router.cap(math.inf, local)
+    else:
+        _place_rounds(desk, now)
+
+
+def local_level(desk: Desk) -> float:
+    """Return the load up to which local workers take samples: their share, while others of them turn to generating."""
+    turning = capacity = held = 0
+    for worker in desk.state.fleet.local():
+        turns = worker.duty == "to_generating" and worker.state == "active" and not worker.down and not worker.unheard
+        if turns or worker.may_take:
+            turning += turns
+            capacity += worker.capacity
+            held += len(worker.leases)
+    if not turning or desk.state.rules < 8:
+        return math.inf
+    return (held + sum(round_.num_waiting for round_ in desk.rounds.values())) / capacity
+
+
+def _place_rounds(desk: Desk, now: Seconds) -> None:
     groups = desk.groups
     choose = desk.router.choose
     with_credit = desk.router.loads

@@ -154,7 +154,7 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
         leases.hand_over(desk, desk.leases[lease], why, now)
     leases.release_if_drained(desk, worker)
     _resource_pullers(desk, worker)
-    desk.devices_due = True
+    desk.place_due = desk.devices_due = True
 
 
 def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejoin: bool = True) -> None:
@@ -185,8 +185,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
     forgotten = state.fleet.forget_oldest()
     if forgotten is not None:
         desk.ledger.fold(forgotten)
-    desk.pulls_due = True
-    desk.devices_due = True
+    desk.place_due = desk.pulls_due = desk.devices_due = True
     if tell:
         desk.commands.append(ForgetWorker(worker.name, why, rejoin and not drained, drained))
 
@@ -250,7 +249,7 @@ def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
     settle(worker, desk.ledger, now)
     worker.down = True
     desk.router.update(worker)
-    desk.devices_due = True
+    desk.place_due = desk.devices_due = True
 
 
 def _dies_too_often(desk: Desk, worker: Worker, now: Seconds) -> bool:

@@ -9,6 +9,8 @@ anything of how long a step takes. A step that is begun anew has waited and trai
 
 import math
 
+from msgspec import structs
+
 from polyrl.ids import Seconds, Step, WorkerName
 from polyrl.scheduling.core.commands import AdviseFleet, ReportStep, RoundKind
 from polyrl.scheduling.core.desk import Desk, TrainerClock
@@ -18,7 +20,7 @@ from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import devices, membership, reshaping, reward_workers, rounds
-from polyrl.scheduling.rules import adaptive, scaling, seeding
+from polyrl.scheduling.rules import adaptive, scaling, seeding, tail_batching
 from polyrl.scheduling.rules.autoscaling import ScaledWorker
 from polyrl.scheduling.rules.play_limits import TICKS_PER_S
 from polyrl.scheduling.rules.seeding import StepTimes
@@ -146,7 +148,10 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     _take_window_in_force(desk, round_.kind, times.workers_now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = desk.ledger.tokens_kept - kept_before
-    state.last_line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
+    expected = desk.lengths.mean(desk.config.max_new_tokens) if state.rules >= 8 else 0.0
+    mode_left = tail_batching.watch_bias(desk.config.rounds, state.tail, round_.kind, tokens, num_samples, expected)
+    line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
+    state.last_line = structs.replace(line, expected_mean=expected, mode_left=mode_left)
     desk.commands.append(ReportStep(state.last_line))
     _advise(desk, times, state.last_line)
     _foresee_window(desk, round_.kind, times)
@@ -267,7 +272,8 @@ def _adapt(desk: Desk) -> None:
         lengths, most = desk.state.durations, round(config.environments.episode_timeout_s * TICKS_PER_S)
     else:
         lengths, most = desk.lengths, config.max_new_tokens
-    outlook = adaptive.choose_factors(config.rounds, lengths, tail.correlation.value(), most, num_prompts)
+    rules = tail_batching.in_force(config.rounds, tail)
+    outlook = adaptive.choose_factors(rules, lengths, tail.correlation.value(), most, num_prompts)
     if outlook is not None:
         tail.factors.prompts, tail.factors.samples = outlook.prompts, outlook.samples
 

@@ -4,13 +4,16 @@ A worker's credit is what its measured plateau, or what it has earned if that is
 samples it has. Samples that find no credit wait with us, not in an engine's queue, so a worker that joins late finds
 work. A fresh sample whose siblings run on a worker
 follows them (their prompt's cache is there) while that worker is loaded by at most `prefix_imbalance` more than the
-least loaded one.
+least loaded one. While some of the trainer's own workers still turn to generating, the others take no more than their
+share of what waits (`cap`): the first to turn would take it all.
 
 The heap may hold outdated entries; each is checked against its worker when it comes up, and all of them go when they
 are many. Ties are broken by spot (reserved machines first) and by seat, so a rebuilt router decides as the old one did.
 """
 
 import heapq
+import math
+from collections.abc import Iterable
 
 from polyrl.ids import Version
 from polyrl.scheduling.core.fleet import Worker
@@ -27,6 +30,7 @@ class Router:
         self.config = config
         self._seats = seats
         self._heap: list[HeapEntry] = []
+        self._local_level = math.inf
         self.loads: dict[int, float] = {}
         """Workers with credit, by seat: the load that each one's valid entry shows."""
         for worker in seats.values():
@@ -49,6 +53,9 @@ class Router:
         ):
             slots = worker.slots
             load = num_leases / (slots if slots < earned else earned)
+            if worker.local and load >= self._local_level:
+                self.loads.pop(seat, None)
+                return
             if self.loads.get(seat) != load:
                 self.loads[seat] = load
                 heapq.heappush(self._heap, (load, worker.spot, seat))
@@ -56,6 +63,12 @@ class Router:
                     self._drop_outdated()
         else:
             self.loads.pop(seat, None)
+
+    def cap(self, level: float, local: Iterable[Worker]) -> None:
+        """Give no local worker more than this load, until it is said anew."""
+        self._local_level = level
+        for worker in local:
+            self.update(worker)
 
     def _drop_outdated(self) -> None:
         loads = self.loads

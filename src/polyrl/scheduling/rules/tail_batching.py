@@ -18,6 +18,8 @@ round takes the oldest and defers none; at staleness 0 a domain never has as man
 step plus its extras. At the end of a domain's epoch, or when there are no extras any more, its deferred prompts are
 drained by long rounds, the last one possibly smaller; a domain that has too few of them for a long round fills it with
 fresh prompts.
+
+With `bias_guard` a mode is left for a milder one (MILDER) at the end of a period whose trained answers were too short.
 """
 
 import math
@@ -33,6 +35,10 @@ from polyrl.scheduling.rules.lengths import LengthModel
 from polyrl.scheduling.rules.order import position_to_prompt
 
 _HISTORY_GAIN = 0.5
+MILDER = {"race": "prompts", "prompts": "off", "designated": "off"}
+"""The mode for which the guard leaves each mode."""
+_FEWEST_SAMPLES = 256
+"""Trained samples from which the guard judges. Fewer have a mean that is off by chance."""
 
 
 class Deferred(Struct):
@@ -91,6 +97,44 @@ class TailBatching(Struct):
     mean_times: LengthModel = msgspec.field(default_factory=LengthModel)
     """Of those that are times, in hundredths of a second: those of domains that `is_timed`."""
     correlation: Correlation = msgspec.field(default_factory=Correlation)
+    milder: str = ""
+    """The mode that the guard chose; empty: the recipe's."""
+    watched_tokens: int = 0
+    watched_samples: int = 0
+    """What was trained since the guard judged last."""
+    least_expected: float = math.inf
+    """The least mean length that was expected meanwhile: after a long round it is highest, and before the first one
+    nobody has seen how long the longest are."""
+
+
+def in_force(config: RoundsConfig, state: TailBatching) -> RoundsConfig:
+    """Return the configuration with the mode that the guard chose, if it chose one."""
+    if not state.milder:
+        return config
+    return msgspec.structs.replace(config, tail_batching=state.milder, bias_guard=False)
+
+
+def watch_bias(
+    config: RoundsConfig, state: TailBatching, kind: str, num_tokens: int, num_samples: int, expected_mean: float
+) -> str:
+    """Count a trained round. At the end of a period, leave a mode whose trained answers are too short; return why."""
+    if not config.bias_guard or not expected_mean:
+        return ""
+    state.watched_tokens += num_tokens
+    state.watched_samples += num_samples
+    state.least_expected = min(state.least_expected, expected_mean)
+    if kind != "long" or state.watched_samples < _FEWEST_SAMPLES:
+        return ""
+    bias = 1.0 - state.watched_tokens / state.watched_samples / state.least_expected
+    state.watched_tokens, state.watched_samples, state.least_expected = 0, 0, math.inf
+    mode = in_force(config, state).tail_batching
+    if bias <= config.max_bias or mode not in MILDER:
+        return ""
+    state.milder = MILDER[mode]
+    return (
+        f"rounds.tail_batching: from {mode} to {state.milder}: the answers that it trains are {bias:.0%} shorter than "
+        f"answers are, above rounds.max_bias={config.max_bias:g}"
+    )
 
 
 def is_timed(config: RoundsConfig, domain: DomainData) -> bool:
@@ -156,7 +200,7 @@ class Planner:
             len(state.deferred[d]) >= domain.prompts_per_step or not self._is_due(state, d)
             for d, domain in enumerate(self.domains)
         )
-        if full and self.config.tail_batching != "off":
+        if full and in_force(self.config, state).tail_batching != "off":
             return "every domain has a step's share of deferred prompts"
         return None
 
@@ -200,7 +244,7 @@ class Planner:
 
     def _is_draining(self, state: TailBatching, domain: int) -> bool:
         """Return whether deferred prompts should not wait for more of their kind: none will come."""
-        no_extras = num_extra(self.config, state.factors, self.domains[domain].prompts_per_step) == 0
+        no_extras = num_extra(in_force(self.config, state), state.factors, self.domains[domain].prompts_per_step) == 0
         return no_extras or self._num_fresh(state, domain) == 0
 
     def _is_due(self, state: TailBatching, domain: int) -> bool:
@@ -231,10 +275,11 @@ class Planner:
         choices: list[PlannedPrompt] = []
         quotas: list[int] = []
         num_passed_over = 0
+        config = in_force(self.config, state)
         for d, domain in enumerate(self.domains):
             quota = domain.prompts_per_step
             # A domain that waits for the others to fill up takes no extras: its queue must not outgrow its share.
-            extra = num_extra(self.config, state.factors, quota) if len(state.deferred[d]) < quota else 0
+            extra = num_extra(config, state.factors, quota) if len(state.deferred[d]) < quota else 0
             if self.config.tail_batching == "predicted":
                 taken, passed = self._take_predicted_short(state, d, quota, extra, step)
                 num_passed_over += passed
@@ -242,7 +287,7 @@ class Planner:
                 taken = self._take_fresh_many(state, d, quota + extra)
             choices += taken
             quotas.append(min(quota, len(taken)))
-        num_samples = num_samples_of(self.config, state.factors, "short")
+        num_samples = num_samples_of(config, state.factors, "short")
         extras = len(choices) - sum(quotas)
         why = (
             f"{extras} prompts more than the step needs, {num_samples} samples each"
