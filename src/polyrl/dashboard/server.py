@@ -117,7 +117,9 @@ class DashboardServer:
     # Data
 
     async def _list_runs(self, _: web.Request) -> web.StreamResponse:
-        return _json([{"name": run.name, "live": run.live, "simulation": run.is_simulation} for run in self._runs])
+        drains = self._token is None  # the manager's own port takes what the page asks of workers
+        facts = [{"name": run.name, "live": run.live, "simulation": run.is_simulation} for run in self._runs]
+        return _json([{**one, "drains": drains} for one in facts])
 
     async def _now(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._in_thread(self._run(request).now))
