@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -78,6 +79,18 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
             name = had["workers"][0]["name"]
             assert name in {one["name"] for one in (await get(session, "fleet", text=name))[1]["workers"]}
             assert (await get(session, "fleet", text="nobody"))[1]["num"] == 0
+
+    run(scenario())
+
+
+def test_the_name_of_a_folder_that_is_no_text_is_written_out(path: Path, tmp_path: Path):
+    odd = tmp_path / os.fsdecode(b"a\xff<b>")
+    shutil.copytree(path, odd)
+
+    async def scenario():
+        async with dashboard(odd) as session:
+            assert (await get(session, "runs"))[1][0]["name"] == r"a\udcff<b>"
+            assert (await get(session, "now"))[1]["name"] == r"a\udcff<b>"
 
     run(scenario())
 

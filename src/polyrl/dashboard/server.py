@@ -228,7 +228,26 @@ async def serving(
         await runner.cleanup()
 
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:  # the name of a file, or of somebody's own code, that is no text
+        return _encoder.encode(_written_out(msgspec.to_builtins(value, str_keys=True)))
+
+
+def _written_out(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_written_out(name): _written_out(one) for name, one in value.items()}
+        case list() | tuple():
+            return [*map(_written_out, value)]
+        case _:
+            return value
 
 
 def _json(value: Any, code: int = 200) -> web.Response:
