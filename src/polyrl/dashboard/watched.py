@@ -175,7 +175,8 @@ class WatchedRun:
         is_async = self._setting("train", "mode") == "async"
         packs_tails = self._setting("rounds", "tail_batching") not in (None, "off")
         lines = self.follower.lines()
-        return waiting.WaitingContext(status, lines, slow_workers, self._join_command(), is_async, packs_tails)
+        every = self._setting("validation", "every_steps")
+        return waiting.WaitingContext(status, lines, slow_workers, self._join_command(), is_async, every, packs_tails)
 
     def _setting(self, section: str, key: str) -> Any:
         """Return what the recipe says, which is read until it is there; None: nothing."""
