@@ -133,9 +133,9 @@ def measure_live(run_dir: Path) -> dict[str, Any]:
         tokens = [(run_dir / f"{scope}.token").read_text().strip() for scope in ("worker", "admin")]
         load = map(str, (NUM_WORKERS * SAMPLES_A_WORKER, NUM_WORKERS, 600, TOKENS_PER_S, FLUSH_S, LENGTH))
         fleet = [sys.executable, "-m", "benchmarks.relay.fleet_load", url, *tokens, *load]
-        started.append(subprocess.Popen(fleet, stdout=subprocess.PIPE, text=True))
+        started.append(subprocess.Popen(fleet, stdout=subprocess.PIPE))
         assert started[1].stdout is not None
-        assert started[1].stdout.readline() == "started\n"
+        assert started[1].stdout.readline() == b"started\n"
         told = subprocess.run(
             [*words, "dash", str(run_dir), "--no-browser"], capture_output=True, text=True, check=True
         )
