@@ -7,6 +7,7 @@ import pytest
 from tests.properties.hostile import play
 from tests.unit.test_cli_samples import episode, write
 
+from polyrl.cli.main import main
 from polyrl.dashboard.following import Follower
 from polyrl.dashboard.rollouts import Rollouts, SampleFilter, pieces
 from polyrl.errors import JournalError, UserError
@@ -45,7 +46,9 @@ def begun_run(run_dir: Path) -> Rollouts:
     return Rollouts(run_dir, text_decoder(run_dir), follower)
 
 
-def test_trained_answers_are_shown_without_a_look_at_the_managers_payload(tmp_path: Path):
+def test_trained_answers_are_shown_without_a_look_at_the_managers_payload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     shown = begun_run(tmp_path)
     assert shown.listed(None, SampleFilter(), 0, 100)["num"] == 4
     assert shown.one(0, "1/0")["reward"] == 0.25
@@ -53,6 +56,8 @@ def test_trained_answers_are_shown_without_a_look_at_the_managers_payload(tmp_pa
     assert begun and min(begun) > 0
     with pytest.raises(JournalError, match="not a run's payload"):
         shown.listed(begun[0], SampleFilter(), 0, 100)
+    assert main(["samples", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("4 shown; step 0 are kept")
 
 
 def test_a_step_without_answers_yet_is_left_out_of_those_of_its_prompt(tmp_path: Path):
