@@ -168,7 +168,7 @@ def test_names_that_a_stranger_chose_turn_no_text_around(browser: Any, run_dir: 
         go(seen, "curves", ".chart canvas")
         seen.page.fill("input[type=search]", "turned")
         seen.page.click(".picks input")
-        seen.page.wait_for_selector("text=own/turned")
+        seen.page.wait_for_selector(".chart h2:has-text('own/turned')")
         assert "own/turned\\u{202e}dna" in seen.page.inner_text(".charts")
         assert "\u202e" not in seen.page.inner_text("main")
 
