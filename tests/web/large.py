@@ -124,7 +124,9 @@ def measure(run_dir: Path) -> dict[str, Any]:
 def measure_live(run_dir: Path) -> dict[str, Any]:
     """Open a live manager's page while its workers write."""
     words = [sys.executable, "-m", "polyrl"]
-    manager = subprocess.Popen([*words, "manager", "--run-dir", str(run_dir), "--port", "0"], stdout=subprocess.DEVNULL)
+    limits = ["limits.joins_per_s=10000", "limits.connections_per_address=4000"]  # all of them come from one address
+    served = [*words, "manager", "--run-dir", str(run_dir), "--port", "0", *limits]
+    manager = subprocess.Popen(served, stdout=subprocess.DEVNULL)
     started = [manager]
     try:
         while not (run_dir / "manager.json").exists():
