@@ -618,6 +618,9 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     other machines the checksum is always blake3, since xxh3-128 can be forged."""
     mooncake: Literal["", "tcp", "rdma"] = ""
     """Offer full versions through mooncake's transfer engine too, to workers that are started with --mooncake."""
+    every_node: bool = True
+    """Where the ranks are on several nodes, each serves its share of a version, so workers must reach all of them. Off,
+    and with TLS, mooncake or a manager on loopback: the first node serves everything, and holds whole versions."""
     encode_on: Literal["host", "device"] = "host"
     """Where deltas are encoded. The trainer's GPU is ten times as fast, but needs memory for one more copy of the
     weights, and the trainer waits for it; the host encodes while training goes on."""

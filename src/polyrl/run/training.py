@@ -44,6 +44,7 @@ from polyrl.run.pool import Pool
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.reporting import Watch, reporting
+from polyrl.run.settings import serves_from_every_node
 from polyrl.run.supervising import first_of, leaving, meanwhile, until_interrupted
 from polyrl.run.task_contract import Tasks
 from polyrl.run.validation import validator
@@ -56,7 +57,10 @@ from polyrl.trainer.replicas import EveryReplica, Replicas
 from polyrl.trainer.state.saving import Saver
 from polyrl.trainer.step_stats import Steps
 from polyrl.weights.server import WeightServer
+from polyrl.weights.shares import ServingNodes
 from polyrl.wire.credentials import read_token_file
+
+log = logging.getLogger("polyrl.train")
 
 _STOP_S = 5.0
 """How long other replicas are waited for when the run is over."""
@@ -153,7 +157,8 @@ class Training:
             )
             dial = partial(connecting.dialer, run_dir, address)
             await stack.enter_async_context(reward_workers.dispatched(recipe, dial(), fleet, self._tasks.pool))
-            server = stack.enter_context(connecting.weight_server(recipe, fleet, self._tls, policy.device.type))
+            nodes = self._serving_nodes()
+            server = stack.enter_context(connecting.weight_server(recipe, fleet, self._tls, policy.device.type, nodes))
             devices = stack.enter_context(
                 contextlib.closing(Devices(engine, generates=bool(recipe.train.local_generation)))
             )
@@ -168,7 +173,7 @@ class Training:
             )
             say, rules = reporter.display.say, connecting.answer_rules(policy.loaded)
             desks = await stack.enter_async_context(validation_hosts.started(recipe, run_dir, engine, rules, say))
-            publishing = self._make_publishing(server, engine, fleet)
+            publishing = self._make_publishing(server, engine, fleet, None if nodes is None else replicas)
             validate = validator(recipe, engine, devices, self._tasks, reporter, fleet, saver, desks)
             prompts = self._tasks.tokens
             loop = Loop(recipe, fleet, replicas, publishing, prompts, reporter, validate, saver)
@@ -186,7 +191,19 @@ class Training:
                 await keeping.until_joined(recipe, fleet, keeper)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)
 
-    def _make_publishing(self, server: WeightServer, engine: LocalEngine | None, fleet: Fleet) -> Publishing:
+    def _serving_nodes(self) -> ServingNodes | None:
+        """Return the nodes that each serve a share of a version; None if this one serves all."""
+        if self._other_ranks is None or self._other_ranks.heads is None:
+            return None
+        if not serves_from_every_node(self._recipe):
+            log.info("this node serves every version alone, and holds two whole copies of the weights in main memory")
+            return None
+        return self._other_ranks.heads
+
+    def _make_publishing(
+        self, server: WeightServer, engine: LocalEngine | None, fleet: Fleet, sharing: Replicas | None
+    ) -> Publishing:
+        """`sharing`: the replicas whose nodes serve shares too."""
         return Publishing(
             self._learner.policy,
             server,
@@ -195,6 +212,8 @@ class Training:
             None if self._leader is None else self._leader.weights,
             encodes=self._recipe.weights.encode_on == "device",
             as_in_files=models.is_served(self._recipe),
+            key=None if sharing is None else connecting.key_of_weights(fleet),
+            tell=None if sharing is None else sharing.serve_shares,
         )
 
     async def _make_saver(self) -> Saver | None:

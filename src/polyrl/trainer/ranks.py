@@ -24,7 +24,7 @@ Left out: the commands (leading.py), sharding a model (sharding.py), and startin
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from polyrl.errors import UserError, one_line
+from polyrl.errors import RankLost, UserError, one_line
 
 _PATIENCE = timedelta(days=365)
 _MEETING_S = 600.0
@@ -142,6 +142,28 @@ class RankLines(NamedTuple):
     up: RankLine
 
 
+class NodeHeads:
+    """The first rank of each node, as `weights.shares.ServingNodes`."""
+
+    def __init__(self, heads: RankGroup, beside: RankGroup) -> None:
+        self._heads, self._beside = heads, beside
+        self.number, self.size = heads.rank, heads.size
+        self.lost: Callable[[RuntimeError], RankLost | None] = lambda _: None
+        """Returns which rank is gone, or None if no rank is."""
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        try:
+            return self._heads.exchange(data)
+        except RuntimeError as error:
+            lost = self.lost(error)
+            if lost is None:
+                raise
+            raise lost from error
+
+    def exchange_beside(self, data: bytes) -> list[bytes]:
+        return self._beside.exchange(data)
+
+
 class Ranks(RankGroup):
     """All ranks, and this rank's place among them."""
 
@@ -153,6 +175,8 @@ class Ranks(RankGroup):
         """The ranks that share this rank's copy of the model."""
         self.lines: dict[int, RankLines] = {}
         """By the number of the replica: all of them at rank zero, its own at the first rank of another replica."""
+        self.heads: NodeHeads | None = None
+        """Where this is the first rank of its node, and there are several nodes."""
         self._across: dist.ProcessGroup | None = None
         """The ranks that hold the same shard, one of each replica."""
 
@@ -183,6 +207,20 @@ class Ranks(RankGroup):
         if num_replicas > 1:
             self._across = mesh.get_group("replica")
             self._divide(num_replicas, per)
+        if self.info.num_nodes > 1:
+            members = self.first_ranks()
+            groups = [_new_group(members) for _ in range(2)]
+            if self.rank in members:
+                heads, beside = (
+                    RankGroup(members, members.index(self.rank), one)
+                    for one in groups
+                    if isinstance(one, dist.ProcessGroup)
+                )
+                self.heads = NodeHeads(heads, beside)
+
+    def first_ranks(self) -> list[int]:
+        """Return the first rank of each node."""
+        return list(range(0, self.size, self.size // self.info.num_nodes))
 
     def _divide(self, num_replicas: int, per: int) -> None:
         """Make the groups. All ranks make all of them, in the same order: torch demands it."""

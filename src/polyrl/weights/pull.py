@@ -5,6 +5,7 @@ so the result of the deltas is verified as a whole against the version's own man
 it is wrong, the full version is fetched instead. Checked manifests decide how much memory is taken, within bounds.
 """
 
+import math
 import os
 import threading
 import time
@@ -38,6 +39,8 @@ from polyrl.weights.store import Blob
 
 SCOUT_S = 1.0
 """Sources that answer this much later than the first one are left out."""
+PARTS_SCOUT_S = 10.0
+"""The same where a source has only a part of a version: then all others are needed."""
 APPEAR_S = 20.0
 """How long a source that was asked too early has to get hold of the version."""
 _ENCODE_BYTES_PER_S = 1e9
@@ -63,6 +66,11 @@ class Contact:
         except (OSError, ProtocolError, SourceRefused):
             self.close()
             raise
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether it is one of a trainer's nodes that serve versions together."""
+        return self.catalog.origin and any(one.kind == "full" and not one.complete for one in self.catalog.blobs)
 
     def refresh(self) -> None:
         """Ask for the current catalog."""
@@ -114,6 +122,8 @@ class WeightPull:
         self._sources: list[Contact] = []
         self._lied: list[str] = []
         """The addresses that gave wrong bytes during this pull."""
+        self._silent: list[str] = []
+        """The addresses that did not answer, each with the reason."""
 
     def run(
         self, version: int, digest: str, addresses: Sequence[str], deadline: float, on_progress: OnProgress | None
@@ -168,7 +178,7 @@ class WeightPull:
             threading.Thread(target=self._visit, args=args, name="weights-scout", daemon=True).start()
         found: dict[int, Contact] = {}
         failures: dict[int, Exception] = {}
-        until = deadline
+        until, first_at = deadline, math.inf
         while len(found) + len(failures) < len(unique) and not self._stop.is_set():
             try:
                 place, answer = answers.get(timeout=max(0.0, min(0.1, until - time.monotonic())))
@@ -180,15 +190,18 @@ class WeightPull:
                 failures[place] = answer
             else:
                 found[place] = answer
-                until = min(until, time.monotonic() + SCOUT_S)
+                first_at = min(first_at, time.monotonic())
+                patience_s = PARTS_SCOUT_S if any(one.has_parts for one in found.values()) else SCOUT_S
+                until = min(deadline, first_at + patience_s)
         given_up.set()
         self._close_late(answers)
         for place, failure in failures.items():
             if isinstance(failure, ProtocolError):
                 self._accuse(unique[place], str(failure))
+        late = [place for place in range(len(unique)) if place not in found]
+        self._silent = [f"{unique[place]}: {failures.get(place, 'no answer')}" for place in late]
         if not found:
-            said = [f"{unique[place]}: {failure}" for place, failure in sorted(failures.items())]
-            raise self._error("; ".join(["no source answers", *said]))
+            raise self._error("; ".join(["no source answers", *self._silent]))
         return self._one_a_node([found[place] for place in sorted(found)])
 
     def _visit(
@@ -396,7 +409,8 @@ class WeightPull:
             fetch.run(deadline, on_progress)
         except TransferError as error:
             self._accuse_all(sources)
-            raise self._error(error.reason) from error
+            silent = self._silent if any(one.has_parts for one in self._sources) else []
+            raise self._error("; ".join([error.reason, *silent])) from error
         self._accuse_all(sources)
 
     def _accuse_all(self, sources: list[ChunkSource]) -> None:
