@@ -33,7 +33,7 @@ OVER_NODES = ("--nodes", "2", "--meet", f"{FIRST}:29500")
 
 def undisturbed(model: Path, run_dir: Path) -> None:
     """On one machine, where rank zero's own worker writes all answers."""
-    argv = recipe(model, run_dir, NUM_STEPS, "train.mode=synchronous", "train.ranks=2")
+    argv = recipe(model, run_dir, NUM_STEPS, "train.ranks=2", "train.local_generation=true")
     subprocess.run([sys.executable, "-m", "polyrl", *argv], env=ENVIRONMENT, check=True, timeout=300)
 
 
@@ -47,7 +47,7 @@ class Far:
 
     def train(self) -> list[subprocess.Popen[bytes]]:
         """Both nodes, the first one first."""
-        more = ("train.mode=synchronous", "train.local_generation=false", f"manager.host={FIRST}")
+        more = ("train.local_generation=false", f"manager.host={FIRST}")
         argv = (*recipe(self.model, self.run_dir, NUM_STEPS, *more), *OVER_NODES, "--ranks", "2")
         nodes = [argv, ("train", *OVER_NODES, "--node", "1")]
         found = [self._start(("home", number), f"node{number}", argv) for number, argv in enumerate(nodes)]

@@ -1,4 +1,4 @@
-"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work RANK SIZE REPLICAS FOLDER`.
+"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work RANK SETTING FOLDER`.
 
 Every case is two steps of training. Each replica is given other groups than the others, in any number of calls, and
 all meet at the end of the step. Rank zero leaves what came of it in FOLDER.
@@ -32,8 +32,17 @@ CASES = (
     "nothing",
 )
 FEW = ("token-mean", "ppo", "forged samples", "one sample")
-SETTINGS = {"2 of 1": (2, 2, CASES), "4 of 1": (4, 4, FEW), "2 of 2": (4, 2, FEW)}
-"""The number of ranks, that of replicas, and the cases. The first group goes to another replica in each step."""
+OF_TOKENS = (*FEW, "gspo, entropy", "mini-batches, kl", "lora, kl", "tied", "layers again", "episodes, ppo", "bfloat16")
+SETTINGS = {
+    "2 of 1": (2, 2, 1, CASES),
+    "4 of 1": (4, 4, 1, FEW),
+    "2 of 2": (4, 2, 1, FEW),
+    "a context of 2": (2, 1, 2, OF_TOKENS),
+    "2 contexts of 2": (4, 1, 2, FEW),
+    "a context of 2 in each of 2": (4, 2, 2, FEW),
+}
+"""The number of ranks, of replicas and of ranks in a context, and the cases. The first group goes to another replica in
+each step."""
 
 
 def two_steps(
@@ -51,17 +60,17 @@ def two_steps(
     return told[0]
 
 
-def main(rank: int, size: int, num_replicas: int, folder: Path) -> None:
+def main(rank: int, name: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    name = next(one for one, (its_size, num, _) in SETTINGS.items() if (its_size, num) == (size, num_replicas))
+    size, num_replicas, context_ranks, cases = SETTINGS[name]
     ranks = Ranks.join(RankInfo(rank, size, str(folder / f"meeting-{name}")))
-    ranks.use("cpu", num_replicas)
+    ranks.use("cpu", num_replicas, context_ranks)
     place = folder / name
     place.mkdir(exist_ok=True)
-    for case in SETTINGS[name][2]:
+    for case in cases:
         config, shape = every_case()[case]
         sharing = None if ranks.replica.size == 1 else ranks.replica
-        learner = make_crew(folder, sharing, config, shape, Meeting(ranks))
+        learner = make_crew(folder, sharing, config, shape, Meeting(ranks) if num_replicas > 1 else None)
         metrics = two_steps(learner.steps, samples(folder, shape), ranks.replica_number, num_replicas)
         state = dict(sharding.gather(learner.state().items()))
         assert isinstance(learner.optimizer, Recording)
@@ -76,4 +85,4 @@ def main(rank: int, size: int, num_replicas: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,4 +1,5 @@
-"""Replicas train on different groups and meet once a step: the same gradients, metrics and weights as one rank."""
+"""Replicas train on different groups and meet once a step; ranks of a context divide the tokens of samples: the same
+gradients, metrics and weights as one rank."""
 
 import fcntl
 import json
@@ -29,16 +30,15 @@ def folder(tmp_path_factory) -> Path:
         if not (place / "done").exists():
             place.mkdir()
             make_models(place)
-            for size, num_replicas, _ in SETTINGS.values():
-                run_ranks(place, size, num_replicas)
+            for name, (size, *_) in SETTINGS.items():
+                run_ranks(place, name, size)
             (place / "done").touch()
     return place
 
 
-def run_ranks(place: Path, size: int, num_replicas: int) -> None:
+def run_ranks(place: Path, name: str, size: int) -> None:
     command = [sys.executable, "-m", "tests.trainer.replicas_at_work"]
-    given = [str(size), str(num_replicas), str(place)]
-    started = [subprocess.Popen([*command, str(rank), *given], cwd=ROOT) for rank in range(size)]
+    started = [subprocess.Popen([*command, str(rank), name, str(place)], cwd=ROOT) for rank in range(size)]
     try:
         assert [one.wait(timeout=300) for one in started] == [0] * size
     finally:
@@ -48,7 +48,7 @@ def run_ranks(place: Path, size: int, num_replicas: int) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "case"),
-    [(name, case) for name, (_, _, cases) in SETTINGS.items() for case in cases if case != "nothing"],
+    [(name, case) for name, (*_, cases) in SETTINGS.items() for case in cases if case != "nothing"],
 )
 def test_replicas_have_the_gradients_metrics_and_weights_of_one_rank(folder: Path, setting: str, case: str):
     config, shape = every_case()[case]

@@ -246,7 +246,7 @@ def assembled(
             if watch is not None:
                 setup = msgspec.structs.replace(setup, watch_port=watch.port, watch_key=watch.key)
             ranks.broadcast(msgspec.msgpack.encode(setup))
-            ranks.use(device, recipe.train.replicas)
+            ranks.use(device, recipe.train.replicas, recipe.train.context_ranks)
             other_ranks = OtherRanks(ranks, run_dir, started, watch)
             other_ranks.shares_run_dir = sharded.is_shared(run_dir, ranks)
             if not other_ranks.shares_run_dir:
@@ -363,7 +363,7 @@ def follow(info: "RankInfo") -> int:
             from polyrl.run.rank_watch import Attendance
 
             Attendance(info.host, setup.watch_port, setup.watch_key, info)
-        ranks.use(choose_device(recipe.model.device), recipe.train.replicas)
+        ranks.use(choose_device(recipe.model.device), recipe.train.replicas, recipe.train.context_ranks)
         is_shared = sharded.is_shared(run_dir, ranks)
         learner = models.load_learner(recipe, ranks)
         if setup.checkpoint is not None:

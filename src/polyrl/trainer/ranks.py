@@ -90,6 +90,14 @@ class Alone:
 ALONE = Alone()
 
 
+class Context(NamedTuple):
+    """Ranks that train on the same samples, each with a run of their tokens (contexts.py)."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
 class RankGroup:
     """Ranks that exchange bytes. `rank` is this process's place among `members`, which are ranks of all."""
 
@@ -98,6 +106,7 @@ class RankGroup:
         self.device = torch.device("cpu")
         self._first, self._talk = members[0], talk
         self._mesh: DeviceMesh | None = None
+        self.context: Context | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -195,7 +204,7 @@ class Ranks(RankGroup):
         assert isinstance(talk, dist.ProcessGroup)
         return cls(info, talk)
 
-    def use(self, device: str, num_replicas: int = 1) -> None:
+    def use(self, device: str, num_replicas: int = 1, context_ranks: int = 1) -> None:
         """Choose the device type, cpu or cuda, and divide the ranks. Raises UserError if GPUs are too few."""
         if device == "cuda":
             check_gpus(self.size if self.info.local_size is None else self.info.local_size)
@@ -204,6 +213,11 @@ class Ranks(RankGroup):
         per = self.size // num_replicas
         mesh = init_device_mesh(device, (num_replicas, per), mesh_dim_names=("replica", "shard"))
         self._mesh = mesh["shard"]
+        if context_ranks > 1:
+            of_contexts = init_device_mesh(
+                device, (self.size // context_ranks, context_ranks), mesh_dim_names=("work", "context")
+            )
+            self.context = Context(self.rank % context_ranks, context_ranks, of_contexts.get_group("context"))
         if num_replicas > 1:
             self._across = mesh.get_group("replica")
             self._divide(num_replicas, per)
@@ -231,7 +245,7 @@ class Ranks(RankGroup):
             if number == self.replica_number:
                 assert isinstance(talk, dist.ProcessGroup)
                 self.replica = RankGroup(members, place, talk)
-                self.replica.device, self.replica._mesh = self.device, self._mesh
+                self.replica.device, self.replica._mesh, self.replica.context = self.device, self._mesh, self.context
         for number in range(1, num_replicas):
             first = number * per
             down, up = _new_group([0, first]), _new_group([0, first])
