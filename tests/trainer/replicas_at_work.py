@@ -38,8 +38,8 @@ SETTINGS = {
     "4 of 1": (4, 4, 1, FEW),
     "2 of 2": (4, 2, 1, FEW),
     "a context of 2": (2, 1, 2, OF_TOKENS),
-    "2 contexts of 2": (4, 1, 2, FEW),
-    "a context of 2 in each of 2": (4, 2, 2, FEW),
+    "2 contexts of 2": (4, 1, 2, ("token-mean", "ppo")),
+    "a context of 2 in each of 2": (4, 2, 2, ("forged samples", "one sample")),
 }
 """The number of ranks, of replicas and of ranks in a context, and the cases. The first group goes to another replica in
 each step."""

@@ -15,7 +15,7 @@ from tests.trainer.ranks_at_work import Recording, every_case, make_crew, make_m
 from tests.trainer.replicas_at_work import SETTINGS
 from tests.trainer.test_ranks import apart, part
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 
 
