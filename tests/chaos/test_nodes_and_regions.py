@@ -102,7 +102,7 @@ def test_a_run_with_deaths_joins_notices_and_a_region_cut_off_trains_what_an_und
     said, _ = ledger.communicate(timeout=120)
     assert ledger.returncode == 0, said.decode()
     joined = Counter(
-        record.event.worker
+        str(record.event.worker)
         for _, records in open_journals(run.run_dir)
         for record in records
         if isinstance(record.event, WorkerJoined)

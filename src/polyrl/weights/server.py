@@ -257,9 +257,17 @@ class WeightServer:
         found, data = codec.seal(encoded, base.manifest, target.manifest, chunk_bytes=self._settings.chunk_bytes)
         buffer = Buffer(len(data))
         buffer.view[:] = data
-        names = {"base": found.base, "target": found.target}
-        version = target.manifest.version
-        return Blob(found.digest, "delta", version, encode(found), found.chunks, buffer, complete=True, **names)
+        return Blob(
+            found.digest,
+            "delta",
+            target.manifest.version,
+            encode(found),
+            found.chunks,
+            buffer,
+            complete=True,
+            base=found.base,
+            target=found.target,
+        )
 
     def _end_encoding(self) -> None:
         if self._encoder is None:
