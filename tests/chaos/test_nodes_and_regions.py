@@ -24,16 +24,20 @@ __all__ = ["model"]
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 MBIT_S = 100.0
-NUM_STEPS = 10
+NUM_STEPS = 25
 CUT_S = 20.0
 NOTICE_S = 10
+PACED = (
+    f"modules={Path(__file__).parent}",
+    'rewards.functions=[{function="slow_rewards:slow",args={pause_s=0.1}}]',  # 1.6 s a step at least
+)
 FIRST = address("home", 0)
 OVER_NODES = ("--nodes", "2", "--meet", f"{FIRST}:29500")
 
 
 def undisturbed(model: Path, run_dir: Path) -> None:
     """On one machine, where rank zero's own worker writes all answers."""
-    argv = recipe(model, run_dir, NUM_STEPS, "train.ranks=2", "train.local_generation=true")
+    argv = recipe(model, run_dir, NUM_STEPS, "train.ranks=2", "train.local_generation=true", *PACED)
     subprocess.run([sys.executable, "-m", "polyrl", *argv], env=ENVIRONMENT, check=True, timeout=300)
 
 
@@ -47,7 +51,7 @@ class Far:
 
     def train(self) -> list[subprocess.Popen[bytes]]:
         """Both nodes, the first one first."""
-        more = ("train.local_generation=false", f"manager.host={FIRST}")
+        more = ("train.local_generation=false", f"manager.host={FIRST}", *PACED)
         argv = (*recipe(self.model, self.run_dir, NUM_STEPS, *more), *OVER_NODES, "--ranks", "2")
         nodes = [argv, ("train", *OVER_NODES, "--node", "1")]
         found = [self._start(("home", number), f"node{number}", argv) for number, argv in enumerate(nodes)]
