@@ -27,7 +27,7 @@ from polyrl.weights.chunks import ChunkTable, digests_of
 from polyrl.weights.manifest import AdapterFacts, Encoding, Layout, Manifest, encode
 from polyrl.weights.sender import Sender
 from polyrl.weights.settings import Tls, WeightSettings
-from polyrl.weights.shares import OneNode, ServingNodes, Share, share_of
+from polyrl.weights.shares import OneNode, ServingNodes, VersionShare, share_of
 from polyrl.weights.store import Blob, Store
 
 log = logging.getLogger("polyrl.weights")
@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 class _Kept(NamedTuple):
     manifest: Manifest
     buffer: Buffer
-    share: Share
+    share: VersionShare
 
 
 class _Published(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ class WeightServer:
         """Return the bytes of a version that this node holds."""
         return self._share(layout).held
 
-    def _share(self, layout: Layout) -> Share:
+    def _share(self, layout: Layout) -> VersionShare:
         return share_of(layout, self._settings.chunk_bytes, self._nodes.number, self._nodes.size)
 
     def publish(
@@ -158,7 +158,7 @@ class WeightServer:
             self._encoder.start()
         return Offer(version, manifest.digest, layout.num_bytes, addresses)
 
-    def _table(self, layout: Layout, share: Share, buffer: Buffer) -> tuple[ChunkTable, tuple[str, ...]]:
+    def _table(self, layout: Layout, share: VersionShare, buffer: Buffer) -> tuple[ChunkTable, tuple[str, ...]]:
         """Return the digests of all chunks, and the addresses at which they are served."""
         settings = self._settings
         digests = digests_of(buffer.view, share.served, settings.chunk_bytes, settings.hash, _num_threads())

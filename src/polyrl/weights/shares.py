@@ -15,7 +15,7 @@ from polyrl.weights import delta
 from polyrl.weights.manifest import Layout
 
 
-class Share(NamedTuple):
+class VersionShare(NamedTuple):
     chunks: range
     served: range
     pieces: list[delta.Piece]
@@ -49,10 +49,10 @@ class OneNode:
     exchange_beside = exchange
 
 
-def share_of(layout: Layout, chunk_bytes: int, number: int, num_nodes: int) -> Share:
+def share_of(layout: Layout, chunk_bytes: int, number: int, num_nodes: int) -> VersionShare:
     num_chunks = -(-layout.num_bytes // chunk_bytes)
     chunks = range(num_chunks * number // num_nodes, num_chunks * (number + 1) // num_nodes)
     served = range(chunks.start * chunk_bytes, min(chunks.stop * chunk_bytes, layout.num_bytes))
     pieces = [one for one in delta.pieces_of(layout) if one.start in served]
     end = max((one.start + one.num_elements * one.item_bytes for one in pieces), default=served.stop)
-    return Share(chunks, served, pieces, range(served.start, max(end, served.stop)))
+    return VersionShare(chunks, served, pieces, range(served.start, max(end, served.stop)))
