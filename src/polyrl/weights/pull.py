@@ -39,7 +39,7 @@ from polyrl.weights.store import Blob
 
 SCOUT_S = 1.0
 """Sources that answer this much later than the first one are left out."""
-PARTS_SCOUT_S = 10.0
+PARTS_SCOUT_S = 5.0
 """The same where a source has only a part of a version: then all others are needed."""
 APPEAR_S = 20.0
 """How long a source that was asked too early has to get hold of the version."""
@@ -114,15 +114,17 @@ class WeightPull:
         number: int,
         stop: threading.Event,
         bad_sources: dict[str, str],
+        needless: set[str],
         *,
         relayed: bool = False,
     ) -> None:
-        self._relayed = relayed
+        """`needless` are addresses that did not answer and without which a pull ended well: it is kept up to date."""
+        self._relayed, self._needless = relayed, needless
         self._shelf, self._dialer, self._number, self._stop, self._bad = shelf, dialer, number, stop, bad_sources
         self._sources: list[Contact] = []
         self._lied: list[str] = []
         """The addresses that gave wrong bytes during this pull."""
-        self._silent: list[str] = []
+        self._silent: dict[str, str] = {}
         """The addresses that did not answer, each with the reason."""
 
     def run(
@@ -135,13 +137,18 @@ class WeightPull:
             self._shelf.store.announce(digest, canonical)
             chain = self._find_chain(manifest, deadline)
             try:
-                return self._follow(chain, manifest, canonical, deadline, on_progress)
+                copy = self._follow(chain, manifest, canonical, deadline, on_progress)
             except _BadDelta as error:
                 full = Chain((Full(digest, manifest.layout.num_bytes),), manifest.layout.num_bytes)
                 try:
-                    return self._follow(full, manifest, canonical, deadline, on_progress)
+                    copy = self._follow(full, manifest, canonical, deadline, on_progress)
                 except TransferError as then:
                     raise self._error(f"{error}; then {then.reason}") from error
+            self._needless.update(self._silent)
+            return copy
+        except TransferError:
+            self._needless.clear()
+            raise
         except (BadManifest, ProtocolError) as error:
             raise self._error(str(error)) from error
         finally:
@@ -191,7 +198,9 @@ class WeightPull:
             else:
                 found[place] = answer
                 first_at = min(first_at, time.monotonic())
-                patience_s = PARTS_SCOUT_S if any(one.has_parts for one in found.values()) else SCOUT_S
+                late = [one for at, one in enumerate(unique) if at not in found and at not in failures]
+                are_parts = any(one.has_parts for one in found.values()) and not self._needless.issuperset(late)
+                patience_s = PARTS_SCOUT_S if are_parts else SCOUT_S
                 until = min(deadline, first_at + patience_s)
         given_up.set()
         self._close_late(answers)
@@ -199,9 +208,9 @@ class WeightPull:
             if isinstance(failure, ProtocolError):
                 self._accuse(unique[place], str(failure))
         late = [place for place in range(len(unique)) if place not in found]
-        self._silent = [f"{unique[place]}: {failures.get(place, 'no answer')}" for place in late]
+        self._silent = {unique[place]: str(failures.get(place, "no answer")) for place in late}
         if not found:
-            raise self._error("; ".join(["no source answers", *self._silent]))
+            raise self._error("; ".join(["no source answers", *self._why_silent()]))
         return self._one_a_node([found[place] for place in sorted(found)])
 
     def _visit(
@@ -232,6 +241,9 @@ class WeightPull:
             if one not in chosen:
                 one.close()
         return chosen
+
+    def _why_silent(self) -> list[str]:
+        return [f"{address}: {why}" for address, why in self._silent.items()]
 
     def _ask_again(self) -> None:
         """Ask all sources for their current catalogs, and leave out those that do not answer."""
@@ -409,7 +421,7 @@ class WeightPull:
             fetch.run(deadline, on_progress)
         except TransferError as error:
             self._accuse_all(sources)
-            silent = self._silent if any(one.has_parts for one in self._sources) else []
+            silent = self._why_silent() if any(one.has_parts for one in self._sources) else []
             raise self._error("; ".join([error.reason, *silent])) from error
         self._accuse_all(sources)
 
