@@ -164,9 +164,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_fails_while_it_is_tried_is_one_line(tmp_path: Path) -> None:
     folder = save("GPT2", {**CONFIGS["GPT2"][0], "n_positions": 4}, tmp_path / "model")
-    with pytest.raises(
-        UserError, match="GPT2LMHeadModel cannot be trained: it fails on a few tokens: index out of range"
-    ):
+    with pytest.raises(UserError, match="GPT2LMHeadModel cannot be trained: it fails on a few tokens: IndexError"):
         Policy.load(folder)
 
 
