@@ -1,4 +1,4 @@
-"""What ranks on two nodes do for test_nodes_publish: `python -m tests.trainer.nodes_at_work RANK FOLDER PORT`.
+"""What ranks on two nodes do for test_nodes_publish: `python -m tests.trainer.nodes_at_work FOLDER PORT`.
 
 Every case publishes two versions, of which each node serves its share, and then the same ones from rank zero alone.
 Rank zero pulls both as a worker does, and leaves what came of it in FOLDER.
@@ -9,11 +9,13 @@ import contextlib
 import json
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
+from tests.processes import fork_each
 from tests.trainer.ranks_at_work import LORA, Learner, make_crew, samples, two_steps
 from tests.weights.stage import KEY, SETTINGS
 
@@ -39,7 +41,7 @@ CASES = [*((1, name) for name in SHAPES), (2, "plain"), (2, "lora"), (4, "plain"
 """The number of replicas, and the shape of the model."""
 
 
-def main(rank: int, folder: Path, port: str) -> None:
+def main(folder: Path, port: str, rank: int) -> None:
     torch.set_num_threads(1)
     node, local = divmod(rank, NUM_RANKS // NUM_NODES)
     ranks = Ranks.join(RankInfo(rank, NUM_RANKS, f"tcp://127.0.0.1:{port}", local, 2, node, NUM_NODES))
@@ -125,4 +127,4 @@ async def lead(
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    fork_each(NUM_RANKS, partial(main, Path(sys.argv[1]), sys.argv[2]))

@@ -1,4 +1,4 @@
-"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work RANK SETTING FOLDER`.
+"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work FOLDER`.
 
 Every case is two steps of training. Each replica is given other groups than the others, in any number of calls, and
 all meet at the end of the step. Rank zero leaves what came of it in FOLDER.
@@ -6,10 +6,12 @@ all meet at the end of the step. Rank zero leaves what came of it in FOLDER.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tests.processes import fork_each
 from tests.trainer.ranks_at_work import Recording, every_case, make_crew, samples
 
 from polyrl.trainer import sharding
@@ -60,7 +62,7 @@ def two_steps(
     return told[0]
 
 
-def main(rank: int, name: str, folder: Path) -> None:
+def main(name: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     size, num_replicas, context_ranks, cases = SETTINGS[name]
     ranks = Ranks.join(RankInfo(rank, size, str(folder / f"meeting-{name}")))
@@ -85,4 +87,5 @@ def main(rank: int, name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    for one in SETTINGS:
+        fork_each(SETTINGS[one][0], partial(main, one, Path(sys.argv[1])))

@@ -1,6 +1,7 @@
 """Whole steps of every loss x advantage x correction x aggregation x KL, against references in float64."""
 
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -22,10 +23,12 @@ def test_every_name_that_ships_has_a_reference():
     assert set(table.choices("correction")) == set(formulas.CORRECTIONS) == {"none", *table.BOUNDS}
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("advantage", table.all_advantages())
 @pytest.mark.parametrize("loss", table.all_losses())
-def test_a_step_s_values_and_gradients_are_the_references(world, loss, advantage):
-    cases = list(table.cases(loss, advantage))
+def test_a_step_s_values_and_gradients_are_the_references(world, loss, advantage, half):
+    cases = [case for case in table.cases(loss, advantage) if crc32(repr(case).encode()) % 2 == half]
+    assert len(cases) > 10
     apart = [(world.distance(case), case) for case in cases]
     wrong = [(distance, case) for distance, case in apart if not distance < TOLERANCE]
     assert not wrong, f"{len(wrong)} of {len(cases)}: {wrong[:3]}"

@@ -133,7 +133,7 @@ class OtherRanks:
         return self.ranks.heads
 
     def far_replicas(self) -> "list[FarReplica]":
-        """The other replicas, each as its first rank."""
+        """Return the other replicas, each as its first rank."""
         from polyrl.run import local_worker
         from polyrl.trainer.replicas import FarReplica
 
@@ -282,7 +282,7 @@ def _watch(info: "RankInfo") -> "RankWatch | None":
 
 
 def _meet(info: "RankInfo", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> "Ranks":
-    """All ranks together. Raises UserError, at once when one that was started has ended.
+    """Meet the other ranks. Raises UserError, at once when one that was started has ended.
 
     Nothing ends the wait for ranks that never come but time, ten minutes of it: so a thread waits.
     """
