@@ -147,7 +147,7 @@ def weight_server(
 
 
 def node_share(recipe: Recipe, learner: Learner, nodes: ServingNodes) -> NodeShare:
-    """What another node than the first serves."""
+    """Return what another node than the first serves."""
 
     def start(key: bytes) -> WeightServer:
         server = WeightServer(weight_settings(recipe), key, None, _pin(learner.policy.device.type), nodes)

@@ -151,8 +151,8 @@ def manager_options(recipe: Recipe) -> list[str]:
 
 
 def serves_from_every_node(recipe: Recipe) -> bool:
-    """Whether each node of a trainer serves its share of a version. The certificate is the first node's alone; so is
-    what workers reach on loopback; and mooncake moves whole versions."""
+    """Return whether each node of a trainer serves its share of a version. The certificate is the first node's alone;
+    so is what workers reach on loopback; and mooncake moves whole versions."""
     away = recipe.manager.tls_cert or recipe.weights.mooncake or is_loopback_host(recipe.manager.host)
     return recipe.weights.every_node and not away
 

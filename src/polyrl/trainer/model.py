@@ -215,8 +215,8 @@ class Policy:
         return contexts.whole(self._context, numbers[: counts[self._context.rank]], counts)
 
     def _own(self, pack: Pack, rank: int | None = None) -> "_Own":
-        """Return what a rank has of a pack, this one unless another is given. One that predicts nothing predicts a
-        token that does not count, so that it takes part in everything."""
+        """Return what a rank has of a pack, this one unless another is given. A rank with nothing to predict predicts
+        a token that does not count, so that it takes part in everything."""
         if self._context is None:
             return _Own(range(len(pack.tokens)), pack.predicting, pack.targets, len(pack.targets))
         num_rows = -(-len(pack.tokens) // self._context.size) * self._context.size

@@ -5,7 +5,6 @@ so the result of the deltas is verified as a whole against the version's own man
 it is wrong, the full version is fetched instead. Checked manifests decide how much memory is taken, within bounds.
 """
 
-import math
 import os
 import threading
 import time
@@ -125,7 +124,7 @@ class WeightPull:
         self._lied: list[str] = []
         """The addresses that gave wrong bytes during this pull."""
         self._silent: dict[str, str] = {}
-        """The addresses that did not answer, each with the reason."""
+        """By address, a line on each that did not answer."""
 
     def run(
         self, version: int, digest: str, addresses: Sequence[str], deadline: float, on_progress: OnProgress | None
@@ -185,7 +184,7 @@ class WeightPull:
             threading.Thread(target=self._visit, args=args, name="weights-scout", daemon=True).start()
         found: dict[int, Contact] = {}
         failures: dict[int, Exception] = {}
-        until, first_at = deadline, math.inf
+        until = deadline
         while len(found) + len(failures) < len(unique) and not self._stop.is_set():
             try:
                 place, answer = answers.get(timeout=max(0.0, min(0.1, until - time.monotonic())))
@@ -197,20 +196,19 @@ class WeightPull:
                 failures[place] = answer
             else:
                 found[place] = answer
-                first_at = min(first_at, time.monotonic())
-                late = [one for at, one in enumerate(unique) if at not in found and at not in failures]
-                are_parts = any(one.has_parts for one in found.values()) and not self._needless.issuperset(late)
+                missing = {one for at, one in enumerate(unique) if at not in found and at not in failures}
+                are_parts = any(one.has_parts for one in found.values()) and not missing <= self._needless
                 patience_s = PARTS_SCOUT_S if are_parts else SCOUT_S
-                until = min(deadline, first_at + patience_s)
+                until = min(until, time.monotonic() + patience_s)
         given_up.set()
         self._close_late(answers)
         for place, failure in failures.items():
             if isinstance(failure, ProtocolError):
                 self._accuse(unique[place], str(failure))
-        late = [place for place in range(len(unique)) if place not in found]
-        self._silent = {unique[place]: str(failures.get(place, "no answer")) for place in late}
+        late = {one: failures.get(at, "no answer") for at, one in enumerate(unique) if at not in found}
+        self._silent = {address: f"{address}: {why}" for address, why in late.items()}
         if not found:
-            raise self._error("; ".join(["no source answers", *self._why_silent()]))
+            raise self._error("; ".join(["no source answers", *self._silent.values()]))
         return self._one_a_node([found[place] for place in sorted(found)])
 
     def _visit(
@@ -241,9 +239,6 @@ class WeightPull:
             if one not in chosen:
                 one.close()
         return chosen
-
-    def _why_silent(self) -> list[str]:
-        return [f"{address}: {why}" for address, why in self._silent.items()]
 
     def _ask_again(self) -> None:
         """Ask all sources for their current catalogs, and leave out those that do not answer."""
@@ -421,7 +416,7 @@ class WeightPull:
             fetch.run(deadline, on_progress)
         except TransferError as error:
             self._accuse_all(sources)
-            silent = self._why_silent() if any(one.has_parts for one in self._sources) else []
+            silent = self._silent.values() if any(one.has_parts for one in self._sources) else []
             raise self._error("; ".join([error.reason, *silent])) from error
         self._accuse_all(sources)
 
