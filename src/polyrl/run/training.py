@@ -133,7 +133,7 @@ class Training:
             )
             dial = partial(connecting.dialer, run_dir, address)
             await stack.enter_async_context(reward_workers.dispatched(recipe, dial(), fleet, self._tasks.pool))
-            server = stack.enter_context(connecting.weight_server(recipe, fleet, self._tls, policy.device.type))
+            server = stack.enter_context(self._models.weight_server(recipe, fleet, self._tls))
             devices = stack.enter_context(
                 contextlib.closing(Devices(engine, generates=bool(recipe.train.local_generation)))
             )
@@ -146,7 +146,7 @@ class Training:
             )
             say, rules = reporter.display.say, connecting.answer_rules(policy.loaded)
             desks = await stack.enter_async_context(validation_hosts.started(recipe, run_dir, engine, rules, say))
-            publishing = self._models.publishing(recipe, server, engine, fleet.digests)
+            publishing = self._models.publishing(recipe, server, engine, fleet, replicas)
             validate = validator(recipe, engine, devices, self._tasks, reporter, fleet, saver, desks)
             loop = Loop(recipe, fleet, replicas, publishing, self._tasks.tokens, reporter, validate, saver)
             reporter.begin(fleet)
