@@ -35,7 +35,7 @@ test-long: setup ## run the long property tests: thousands of random histories
 test-chaos: test-chaos-cases test-chaos-fleets ## kill, stop, cut and partition a real fleet, and the dear cases of `make test` (minutes; namespaces need root and nftables)
 
 test-chaos-cases: setup
-	$(BIN)/python -m pytest -n 2 -m "chaos and not long" tests/properties tests/scenarios tests/benchmarks tests/integration tests/builtin $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "chaos and not long" tests/properties tests/scenarios tests/benchmarks tests/integration tests/builtin tests/trainer $(ARGS)
 
 test-chaos-fleets: setup
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]' || true

@@ -57,6 +57,10 @@ def test_no_file_is_too_long_to_be_read_in_one_go():
     assert found == LONG_FILES.keys()
 
 
+def test_a_run_is_put_together_in_one_short_file():
+    assert len((PACKAGE / "run/training.py").read_text(encoding="utf-8").splitlines()) < 200
+
+
 def named_on_the_map(text: str) -> set[str]:
     """Return the files and folders (with a slash at the end) that the tables of ARCHITECTURE.md name.
 

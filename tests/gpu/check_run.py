@@ -35,6 +35,7 @@ from polyrl.engines.builtin.runner import Runner  # noqa: E402
 from polyrl.rewards.reward import Reward  # noqa: E402
 from polyrl.run.event_loop import run_loop  # noqa: E402
 from polyrl.run.models import load_learner  # noqa: E402
+from polyrl.run.resuming import RestoredModels  # noqa: E402
 from polyrl.run.training import Training  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
 
@@ -164,7 +165,7 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, che
         recipe = recipe_of(mode, root / "model", num + 1, prompts, cap, checkpoints=checkpoints)
         learner = load_learner(recipe)
         began = time.perf_counter()
-        run_loop(Training(recipe, run_dir, learner, Tasks()).run())
+        run_loop(Training(recipe, run_dir, RestoredModels(learner), Tasks()).run())
         lines = read_metrics(run_dir / "metrics.jsonl")[1:]  # the first one compiles
         seconds = [line["time/step_total"] for line in lines]
         tokens = sum(line["tokens/kept"] for line in lines)

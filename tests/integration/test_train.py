@@ -80,7 +80,10 @@ def write_recipe(folder: Path) -> None:
     [
         (),
         ("train.mode=async", "train.max_staleness=2"),
-        ("train.mode=synchronous", "rounds.tail_batching=race", "rounds.prompt_factor=1.5"),
+        pytest.param(
+            ("train.mode=synchronous", "rounds.tail_batching=race", "rounds.prompt_factor=1.5"),
+            marks=pytest.mark.chaos,  # test_loop.py has the mode, in one process
+        ),
     ],
     ids=["streaming", "async", "synchronous-race"],
 )

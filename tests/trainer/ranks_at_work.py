@@ -1,4 +1,4 @@
-"""What several ranks do for test_ranks: `python -m tests.trainer.ranks_at_work RANK SIZE FOLDER`.
+"""What two ranks do for test_ranks: `python -m tests.trainer.ranks_at_work FOLDER`.
 
 Every case is a step or two of training on the same samples. Rank zero leaves what came of it in FOLDER.
 """
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
+from tests.processes import fork_each
 from tests.trainer.episodes import Played, draw_episode, group_of
 from tests.trainer.small import CAP, VOCAB, draw_groups, near, save_small
 
@@ -237,4 +238,4 @@ def save(run_dir: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    fork_each(2, lambda rank: main(rank, 2, Path(sys.argv[1])))

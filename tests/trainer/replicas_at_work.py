@@ -1,4 +1,4 @@
-"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work RANK SIZE REPLICAS FOLDER`.
+"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work FOLDER`.
 
 Every case is two steps of training. Each replica is given other groups than the others, in any number of calls, and
 all meet at the end of the step. Rank zero leaves what came of it in FOLDER.
@@ -6,10 +6,12 @@ all meet at the end of the step. Rank zero leaves what came of it in FOLDER.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tests.processes import fork_each
 from tests.trainer.ranks_at_work import Recording, every_case, make_crew, samples
 
 from polyrl.trainer import sharding
@@ -51,14 +53,14 @@ def two_steps(
     return told[0]
 
 
-def main(rank: int, size: int, num_replicas: int, folder: Path) -> None:
+def main(name: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    name = next(one for one, (its_size, num, _) in SETTINGS.items() if (its_size, num) == (size, num_replicas))
+    size, num_replicas, cases = SETTINGS[name]
     ranks = Ranks.join(RankInfo(rank, size, str(folder / f"meeting-{name}")))
     ranks.use("cpu", num_replicas)
     place = folder / name
     place.mkdir(exist_ok=True)
-    for case in SETTINGS[name][2]:
+    for case in cases:
         config, shape = every_case()[case]
         sharing = None if ranks.replica.size == 1 else ranks.replica
         learner = make_crew(folder, sharing, config, shape, Meeting(ranks))
@@ -76,4 +78,5 @@ def main(rank: int, size: int, num_replicas: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    for one in SETTINGS:
+        fork_each(SETTINGS[one][0], partial(main, one, Path(sys.argv[1])))

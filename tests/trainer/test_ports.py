@@ -7,7 +7,7 @@ import pytest
 
 from polyrl.config.recipe import ManagerSection
 from polyrl.errors import UserError
-from polyrl.run.processes import choose_port
+from polyrl.run.processes import choose_port, start_at_port
 from polyrl.wire.control import DEFAULT_PORT
 
 
@@ -47,3 +47,31 @@ def test_a_host_that_is_not_ours_is_an_error_whatever_the_port():
     for port in (None, 0):
         with pytest.raises(UserError, match=r"cannot listen on 203\.0\.113\.9"):
             chosen(ManagerSection(host="203.0.113.9", port=port))
+
+
+def started(ports: list[int], taken: set[int]) -> list[int]:
+    """Ports that a manager was started at, if these are chosen one after the other."""
+    chosen, tried = iter(ports), list[int]()
+
+    async def choose() -> int:
+        return next(chosen)
+
+    async def start(port: int) -> None:
+        tried.append(port)
+        if port in taken:
+            raise UserError(f"cannot listen on {port}")
+
+    asyncio.run(start_at_port(choose, start))
+    return tried
+
+
+def test_a_port_that_is_taken_while_the_manager_starts_is_given_up_for_another():
+    assert started([DEFAULT_PORT], set()) == [DEFAULT_PORT]
+    assert started([DEFAULT_PORT, 0], {DEFAULT_PORT}) == [DEFAULT_PORT, 0]
+
+
+def test_a_manager_that_cannot_start_at_a_port_that_is_free_is_an_error():
+    with pytest.raises(UserError, match="cannot listen on 5000"):
+        started([5000, 5000], {5000})
+    with pytest.raises(UserError, match="cannot listen on 0"):
+        started([5000, 0], {5000, 0})

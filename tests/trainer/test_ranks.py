@@ -1,8 +1,6 @@
 """Several ranks train one model: the same losses, gradients, weights and checkpoints as one, to rounding."""
 
-import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.processes import made_once, run_module
 from tests.trainer.ranks_at_work import (
     WITH_CRITIC,
     Recording,
@@ -39,36 +38,19 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With what two ranks left in it: once, however many processes run these tests."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    place = shared / "two-ranks"
-    with (shared / "two-ranks.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "done").exists():
-            place.mkdir()
-            make_models(place)
-            leave_a_checkpoint(place)
-            run_two_ranks(place)
-            (place / "done").touch()
-    return place
+    return made_once(tmp_path_factory.getbasetemp(), "two-ranks", play_two_ranks)
+
+
+def play_two_ranks(place: Path) -> None:
+    make_models(place)
+    leave_a_checkpoint(place)
+    run_module("tests.trainer.ranks_at_work", str(place))
 
 
 def leave_a_checkpoint(place: Path) -> None:
     learner = make_crew(place, None, WITH_CRITIC, {})
     two_steps(learner.steps, samples(place, {}))
     save(place / "from-one", learner.state())
-
-
-def run_two_ranks(place: Path) -> None:
-    command = [sys.executable, "-m", "tests.trainer.ranks_at_work"]
-    root = Path(__file__).parents[2]
-    started = [subprocess.Popen([*command, str(rank), "2", str(place)], cwd=root) for rank in range(2)]
-    try:
-        assert [one.wait(timeout=300) for one in started] == [0, 0]
-    finally:
-        for one in started:
-            one.kill()
 
 
 def part(tensors: Tensors, prefix: str) -> Tensors:

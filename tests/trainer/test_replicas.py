@@ -1,49 +1,27 @@
 """Replicas train on different groups and meet once a step: the same gradients, metrics and weights as one rank."""
 
-import fcntl
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.processes import made_once, run_module
 from tests.trainer.ranks_at_work import Recording, every_case, make_crew, make_models, samples, two_steps
 from tests.trainer.replicas_at_work import SETTINGS
 from tests.trainer.test_ranks import apart, part
 
 pytestmark = pytest.mark.timeout(400)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With what replicas left in it: once, however many processes run these tests."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    place = shared / "replicas"
-    with (shared / "replicas.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "done").exists():
-            place.mkdir()
-            make_models(place)
-            for size, num_replicas, _ in SETTINGS.values():
-                run_ranks(place, size, num_replicas)
-            (place / "done").touch()
-    return place
+    return made_once(tmp_path_factory.getbasetemp(), "replicas", play_replicas)
 
 
-def run_ranks(place: Path, size: int, num_replicas: int) -> None:
-    command = [sys.executable, "-m", "tests.trainer.replicas_at_work"]
-    given = [str(size), str(num_replicas), str(place)]
-    started = [subprocess.Popen([*command, str(rank), *given], cwd=ROOT) for rank in range(size)]
-    try:
-        assert [one.wait(timeout=300) for one in started] == [0] * size
-    finally:
-        for one in started:
-            one.kill()
+def play_replicas(place: Path) -> None:
+    make_models(place)
+    run_module("tests.trainer.replicas_at_work", str(place))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Natural lengths follow the scenario's quantiles, or a recording."""
 
 from math import log
-from statistics import NormalDist, correlation, fmean
+from statistics import NormalDist, correlation
 
 import pytest
 from hypothesis import given
@@ -94,11 +94,6 @@ def test_answers_grow_with_the_steps():
     assert workload.answer_tokens(0, 3, 0, 0, step=10) == pytest.approx(min(CAP, base * 1.01**10), abs=1)
 
 
-def test_the_mean_is_the_mean_of_the_draws():
-    workload = Workload([domain(cap_share=0.01)], CAP, 7)
-    assert workload.mean_tokens(0) == pytest.approx(fmean(lengths(workload, 30_000)), rel=0.03)
-
-
 def test_a_recording_is_cycled_by_prompt_and_by_sample(tmp_path):
     path = tmp_path / "lengths.jsonl"
     path.write_text(
@@ -113,7 +108,6 @@ def test_a_recording_is_cycled_by_prompt_and_by_sample(tmp_path):
     assert workload.answer_tokens(0, 1, 0, 0) == 100
     assert [workload.prompt_tokens(0, prompt) for prompt in range(3)] == [10, 20, 10]
     assert workload.prompt_tokens(1, 4) == 99
-    assert workload.mean_tokens(0) == (5 + 6 + 7 + 100) / 4
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ class Figures(NamedTuple):
 
 
 def read_off(turns: Sequence[TimedTurn]) -> Figures:
-    """The rate is that of the middle: not all conversations run at the beginning, nor at the end."""
+    """Read off the figures. The rate is that of the middle: not all conversations run at the beginning, nor at the
+    end."""
     ends = sorted(one.ended for one in turns)
     low, high = len(ends) // 10, len(ends) - 1 - len(ends) // 10
     took = sorted(one.ended - one.began for one in turns)

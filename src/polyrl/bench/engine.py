@@ -92,7 +92,7 @@ def measure(work: Work) -> dict[str, Any]:
 
 
 def prepare(work: Work) -> tuple[Any, str]:
-    """The model, and the device that it is on."""
+    """Return the model, and the device that it is on."""
     if work.batch > MAX_SLOTS:
         raise UserError(f"--batch: {work.batch}, expected at most {MAX_SLOTS}")
     import torch
@@ -170,7 +170,7 @@ def make_model(work: Work, device: str) -> Any:
 
 
 def prompts_of(work: Work, vocab: int) -> list[list[int]]:
-    """Each group its own; ids that no tokenizer gives a meaning to."""
+    """Return a prompt for each group; ids that no tokenizer gives a meaning to."""
     return [
         [3 + (7919 * (number // work.group) + 31 * at) % (vocab - 3) for at in range(work.prompt)]
         for number in range(work.batch)

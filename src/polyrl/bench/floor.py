@@ -55,7 +55,7 @@ def measure(num_bytes: int, num_rounds: int) -> dict[str, dict[str, float]]:
 
 
 def measure_into(view: memoryview, num_rounds: int) -> dict[str, dict[str, float]]:
-    """The same, into memory of whole chunks, which are all ones afterwards."""
+    """Measure the same, into memory of whole chunks, which are all ones afterwards."""
     found: dict[str, list[tuple[float, float, float]]] = {step.name: [] for step in STEPS}
     argv = [sys.executable, "-m", "polyrl.bench.floor", str(len(view))]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:

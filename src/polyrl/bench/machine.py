@@ -14,7 +14,8 @@ def cpu() -> str:
 
 
 def commit() -> str | None:
-    """The commit this file is of, with a `+` if the tree has changes; None without git or outside a repository."""
+    """Return the commit this file is of, with a `+` if the tree has changes; None without git or outside a
+    repository."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)

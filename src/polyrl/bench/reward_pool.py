@@ -38,7 +38,7 @@ class PoolLoad(NamedTuple):
 
 
 async def wait(given: RewardInput) -> float:
-    """A reward that takes no CPU time, and does not end while anybody looks."""
+    """Wait: a reward that takes no CPU time, and does not end while anybody looks."""
     await asyncio.sleep(_TIMEOUT_S)
     return 0.0
 

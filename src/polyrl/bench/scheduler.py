@@ -84,7 +84,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
 
 
 def _measure_events(load: PlayedLoad, num_repeats: int) -> dict[str, Any]:
-    """The middle one of some runs."""
+    """Return the median of several runs."""
     runs = sorted((_measure_one(load) for _ in range(num_repeats)), key=lambda one: one["events_per_s"])
     return {**runs[len(runs) // 2], "events_per_s_of_runs": [one["events_per_s"] for one in runs]}
 
@@ -117,7 +117,7 @@ def _measure_one(load: PlayedLoad) -> dict[str, Any]:
 
 
 def _measure_growth(wanted: Size) -> dict[str, Any]:
-    """The same samples on few and on many workers, second by second in turn, so that both see the same machine.
+    """Measure the same samples on few and on many workers, second by second in turn, so that both see the same machine.
 
     Many workers send more heartbeats and reports of fewer leases: cheap events, which would flatter the large fleet. So
     the cost per event leaves heartbeats out and counts a report as an event per 100 leases in it. `total_cost_ratio`

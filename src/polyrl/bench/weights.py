@@ -94,7 +94,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _memcpy_gb_s(num_bytes: int, num_runs: int = 5) -> float:
-    """One thread, from one buffer to another, both touched before."""
+    """Measure one thread, from one buffer to another, both touched before."""
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     took_s = []
     for _ in range(num_runs):
@@ -105,7 +105,7 @@ def _memcpy_gb_s(num_bytes: int, num_runs: int = 5) -> float:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """The keys and their values; nested ones indented."""
+    """Return the keys and their values; nested ones indented."""
     lines: list[str] = []
     for key, value in result.items():
         if isinstance(value, dict):

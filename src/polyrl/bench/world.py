@@ -138,7 +138,7 @@ class Clock:
 
 
 def _clock_overhead_s() -> float:
-    """The time that two readings of the clock add to a span."""
+    """Return the time that two readings of the clock add to a span."""
     spans: list[float] = []
     for _ in range(2000):
         began = perf_counter()
@@ -275,7 +275,7 @@ class World:
         self._train()
 
     def _end_lease(self, lease: LeaseId) -> bool:
-        """Whether the lease still ran: it may have been aborted, or have died with its worker."""
+        """Return whether the lease still ran: it may have been aborted, or have died with its worker."""
         sample = self.scheduler.desk.leases.get(lease)
         if sample is None:
             return False

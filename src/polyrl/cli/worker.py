@@ -31,8 +31,8 @@ With --rewards it has no engine and scores answers with the run's reward functio
 (docs/guides/reward-workers.md); at a signal it finishes what it scores, or hands it back.
 Settings of the engine are key=value: docs/concepts/engines.md has those of the emulated one, for example
 tokens_per_s=80, docs/concepts/builtin-engine.md those of the builtin one, for example kv_tokens=32768, and
-docs/guides/engines.md those of vllm and sglang; docs/guides/extend.md shows an engine of your own. What stands after --
-goes to the server as it is."""
+docs/guides/engines.md those of vllm and sglang; docs/guides/extend.md shows an engine of your own. Arguments after --
+go to the server as they are."""
 
 SPOT_CHOICES = ("auto", "aws", "gcp", "azure", "kubernetes", "slurm", "none")
 EXIT_LEFT_BADLY = 1

@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 def find_fault(
     tokens: "np.ndarray[Any, Any]", logprobs: "np.ndarray[Any, Any]", segments: Sequence[Segment], vocab: int
 ) -> Fault | None:
-    """The first token that is no id of the vocabulary, or whose log-probability is none."""
+    """Return the first token that is no id of the vocabulary, or whose log-probability is none."""
     if not len(tokens):
         return None
     if why := columns.why_no_ids(tokens, vocab):
@@ -40,8 +40,8 @@ def find_fault(
 def find_call_fault(
     calls: Sequence[tuple["np.ndarray[Any, Any]", int, int, str]], num_tokens: int, vocab: int
 ) -> Fault | None:
-    """The first call of an episode without a prompt, with a prompt of other ids, or with tokens that are not its own.
-    The environment gave the prompts: no worker is at fault."""
+    """Return the first call of an episode without a prompt, with a prompt of other ids, or with tokens that are not its
+    own. The environment gave the prompts: no worker is at fault."""
     last = 0
     for number, (prompt, start, end, _) in enumerate(calls):
         if not len(prompt):
@@ -56,7 +56,7 @@ def find_call_fault(
 
 
 def find_stranger(segments: Sequence[Segment], digests: Mapping[int, Sequence[str]]) -> Fault | None:
-    """A version that is not one of ours."""
+    """Return the fault of a version that the trainer did not publish."""
     for one in segments:
         if not one.digest or one.digest not in digests.get(one.version, ()):
             version = f"version {one.version} ({one.digest[:12] or 'no digest'})"

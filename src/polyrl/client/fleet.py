@@ -289,14 +289,14 @@ class Fleet:
                 yield group
 
     async def take(self, *groups: Group, worker: str = "") -> None:
-        """These groups are trained with their step: acknowledge them. A micro-batch of them begins, on the devices of
+        """Acknowledge groups that are trained with their step. A micro-batch of them begins, on the devices of
         this local worker; empty: on all that the trainer has."""
         for step in dict.fromkeys(group.step for group in groups):
             ids = tuple(group.id for group in groups if group.step == step)
             await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids, worker))
 
     async def reject(self, group: Group, reason: str, *, workers: Sequence[str] = ()) -> None:
-        """This group is not to be trained; a fresh prompt takes its place, and the round goes on.
+        """Reject a group: it is not trained, a fresh prompt takes its place, and the round goes on.
 
         `workers`: those whose tokens it is rejected for. A worker that is named again and again is given up.
         """
@@ -305,7 +305,7 @@ class Fleet:
         await self._state(lambda seq: frames.Rejected(seq, group.id, reason, named))
 
     async def micro_batch_done(self, step: int, *, worker: str = "") -> None:
-        """The micro-batch that this local worker's devices had is trained."""
+        """Say that the micro-batch on this local worker's devices is trained."""
         await self._state(lambda seq: frames.MicroBatchDone(seq, step, worker))
 
     async def restart_step(self, step: int) -> None:
@@ -353,7 +353,7 @@ class Fleet:
         return await self._line.again(lambda: self._dialer.get("/v1/status", Status))
 
     async def line(self, step: int) -> StepLine:
-        """The scheduler's own account of a step, when it is there."""
+        """Return the scheduler's own account of a step, when it is there."""
         async with self._changed:
             await self._changed.wait_for(lambda: any(one.step == step for one in self.lines) or self._has_failed)
             self._raise_failure()
@@ -489,7 +489,8 @@ class Fleet:
         task.add_done_callback(lambda _: round_.group_scoring.pop(group.id, None))
 
     def _samples(self, frame: frames.Delivered) -> Iterator[Sample]:
-        """The answers of a frame. Raises ConnectionError for one that is not here: after a break all come in full."""
+        """Yield the answers of a frame. Raises ConnectionError for one that is not here: after a break all come in
+        full."""
         kept = self._kept.get(frame.step, {})
         for one in frame.samples:
             scored = kept.pop(one.sample, None)
@@ -499,7 +500,7 @@ class Fleet:
             yield _sample(full, frame.origin)
 
     def _forget_connection(self) -> None:
-        """A connection is over. On the next one groups come from their beginning, and answers in full."""
+        """Forget a connection that is over. On the next one groups come from their beginning, and answers in full."""
         self._in_parts.clear()
         self._kept.clear()
 
@@ -627,7 +628,7 @@ class _Round:
 
 
 def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tuple[frames.PromptPayload, ...]:
-    """The first prompts of these, at least one: as many as fit into a frame, or are there in a moment."""
+    """Return the first of these prompts, at least one: as many as fit into a frame, or are there in a moment."""
     prompts: list[frames.PromptPayload] = []
     num_bytes, until = 0, time.monotonic() + _ASK_FOR_S
     for plan in plans:

@@ -22,7 +22,7 @@ AGAIN_AFTER_S = 0.5
 
 
 class AddedReward(Protocol):
-    """What is added to the reward of a sample (`fleet.RewardResult`)."""
+    """The part that is added to the reward of a sample (`fleet.RewardResult`)."""
 
     @property
     def value(self) -> float: ...

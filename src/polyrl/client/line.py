@@ -50,7 +50,7 @@ class Line:
             await self._socket.send_bytes(frames.encode(statement))
 
     def is_on_file(self, number: int) -> bool:
-        """Whether the manager has this statement, and all before it."""
+        """Return whether the manager has this statement, and all before it."""
         return not self._unacknowledged or self._unacknowledged[0][0] > number
 
     async def again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -36,7 +36,7 @@ def show_value(value: Any) -> str:
 
 
 def show_path(path: Sequence[str | int]) -> str:
-    """The dotted path, elements of lists by their index: `domains.0.name`."""
+    """Return the dotted path, elements of lists by their index: `domains.0.name`."""
     return ".".join(_key(str(part)) for part in path)
 
 

@@ -30,7 +30,7 @@ _ANY_KEY = "..."  # msgspec does not say which key of a dict it was
 
 
 def explain(error: msgspec.ValidationError, tree: Any, struct_type: type[msgspec.Struct]) -> str:
-    """The one line: dotted path, what was wrong, what was expected."""
+    """Return the one line: dotted path, what was wrong, what was expected."""
     message = _WHERE.sub("", str(error))
     path = _locate(str(error), tree, struct_type)
     if error.__cause__ is not None:
@@ -47,7 +47,7 @@ def explain(error: msgspec.ValidationError, tree: Any, struct_type: type[msgspec
 
 
 def _own_reason(path: Path, reason: str) -> str:
-    """A `ValueError("key: reason")` of a struct's own check; the key is relative to that struct."""
+    """Return a `ValueError("key: reason")` of a struct's own check; the key is relative to that struct."""
     reason = " ".join(reason.split())
     if not path:
         return reason
@@ -103,7 +103,7 @@ def _parse_path(text: str) -> Path:
 
 
 def _guilty_key(text: str, path: Path, tree: Any, struct_type: type[msgspec.Struct]) -> str:
-    """The key of the dict at `path` that makes the same mistake when it is alone in that dict."""
+    """Return the key of the dict at `path` that makes the same mistake when it is alone in that dict."""
     for key, value in _value_at(tree, path).items():
         try:
             msgspec.convert(_replaced(tree, path, {key: value}), struct_type)
@@ -114,7 +114,7 @@ def _guilty_key(text: str, path: Path, tree: Any, struct_type: type[msgspec.Stru
 
 
 def _replaced(tree: Any, path: Path, value: Any) -> Any:
-    """A copy of the tree, shallow off the path, with another value at the path."""
+    """Return a copy of the tree, shallow off the path, with another value at the path."""
     if not path:
         return value
     copied: Any = tree.copy()
@@ -132,7 +132,7 @@ def _value_at(tree: Any, path: Path) -> Any:
 
 
 def _type_at(kind: inspect.Type | None, value: Any, path: Path) -> inspect.Type | None:
-    """The type that the configuration expects at the path; None where it cannot be told."""
+    """Return the type that the configuration expects at the path; None where it cannot be told."""
     for part in path:
         kind = _inner_type(_alternatives(kind), value, part)
         value = value.get(part) if isinstance(value, dict) else value[part] if isinstance(part, int) else None
@@ -161,7 +161,7 @@ def _inner_type(kinds: Sequence[inspect.Type], value: Any, part: PathPart) -> in
 
 
 def _alternatives(kind: inspect.Type | None) -> list[inspect.Type]:
-    """The members of a union, without None, which TOML cannot say."""
+    """Return the members of a union, without None, which TOML cannot say."""
     if isinstance(kind, inspect.UnionType):
         return [member for member in kind.types if not isinstance(member, inspect.NoneType)]
     if isinstance(kind, inspect.Metadata):
@@ -190,7 +190,7 @@ def _known_keys(kind: inspect.Type | None, value: Any) -> list[str]:
 
 
 def _choices(kind: inspect.Type | None) -> list[Any]:
-    """The values of a Literal or an Enum."""
+    """Return the values of a Literal or an Enum."""
     choices: list[Any] = []
     for member in _alternatives(kind):
         if isinstance(member, inspect.LiteralType):
@@ -205,7 +205,7 @@ def _members(cls: type[enum.Enum]) -> list[enum.Enum]:
 
 
 def _describe(kind: inspect.Type | None) -> str | None:
-    """The type in words; None when one of its alternatives has none."""
+    """Return the type in words; None when one of its alternatives has none."""
     words = [_describe_one(member) for member in _alternatives(kind)]
     known = [word for word in words if word is not None]
     return " or ".join(known) if known and len(known) == len(words) else None

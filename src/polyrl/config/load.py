@@ -203,7 +203,7 @@ def show_shipped(found: list[tuple[str, str]]) -> str:
 
 
 def find_shipped(name: str, shipped: Path, kind: str, own: Path | None = None) -> Path:
-    """A path (relative to the folder `own`), or the name of one in the folder `shipped`. Raises ConfigError."""
+    """Return a path (relative to the folder `own`), or the name of one in the folder `shipped`. Raises ConfigError."""
     path = (own or Path()) / name
     if path.suffix == ".toml":
         return path

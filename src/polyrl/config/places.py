@@ -41,7 +41,7 @@ def download(name: str, kind: RepoKind, patterns: Sequence[str]) -> str:
 
 
 def local_model(path: str, key: str, fetch: FetchFiles = download) -> str:
-    """A directory here. Raises ConfigError for a name that the hub does not give."""
+    """Return a directory of this machine. Raises ConfigError for a name that the hub does not give."""
     found = _NAME.fullmatch(path)
     if found is None or found["below"] or _is_here(path):
         return path
@@ -49,7 +49,7 @@ def local_model(path: str, key: str, fetch: FetchFiles = download) -> str:
 
 
 def local_data(place: str, key: str, fetch: FetchFiles = download) -> str:
-    """A file or a directory here, and its split. Raises ConfigError as `local_model`."""
+    """Return a file or a directory of this machine, and its split. Raises ConfigError as `local_model`."""
     path, sign, split = place.partition("#")
     found = _NAME.fullmatch(path)
     if found is None or path in (ARITHMETIC, HELD_OUT) or _is_here(path) or path.endswith(_DATA_SUFFIXES):

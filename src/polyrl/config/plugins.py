@@ -35,7 +35,7 @@ _MADE_OF_PLAIN = (list, dict, tuple, Sequence, Mapping, Union, UnionType)
 
 
 def is_own(name: str) -> bool:
-    """Whether this is written as `module:name`."""
+    """Return whether this is written as `module:name`."""
     return _OWN.fullmatch(name) is not None
 
 
@@ -119,7 +119,7 @@ def _name_of(found: Callable[..., Any]) -> str:
 
 
 def _hints_of(found: Callable[..., Any]) -> dict[str, Any]:
-    """The types of parameters, of those that TOML can hold."""
+    """Return the types of parameters, of those that TOML can hold."""
     place = found.__init__ if inspect.isclass(found) else found  # type: ignore[misc]
     try:
         hints = get_type_hints(place, include_extras=True)

@@ -899,13 +899,14 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def rewards_of(self, domain: DomainSection) -> tuple[WeightedReward, ...]:
-        """The functions that score a domain's answers or episodes; none where an environment's own reward is all."""
+        """Return the functions that score a domain's answers or episodes; none where an environment's own reward is
+        all."""
         if domain.environment:
             return self.rewards.of_episodes(domain.reward, has_rows=bool(domain.source))
         return self.rewards.chosen(domain.reward, ARITHMETIC if domain.source == ARITHMETIC else None)
 
     def environment_of(self, domain: DomainSection) -> str:
-        """The name under which hosts play a domain's environment; empty for a domain of single answers."""
+        """Return the name under which hosts play a domain's environment; empty for a domain of single answers."""
         shared = sum(one.environment == domain.environment for one in self.data.all_domains) > 1
         return f"{domain.environment}/{domain.name}" if domain.environment and shared else domain.environment
 

@@ -2,7 +2,7 @@
 
 The journal is told to a scheduler again, in a thread of its own; the thread waits at the journal's end for more.
 
-Rules kept here: files are only read. The journal of a run that is over ends the thread. What is kept of leases is
+Rules kept here: files are only read. The journal of a run that is over ends the thread. The memory of leases is
 bounded; the oldest go first. A journal that is damaged, or whose decisions this version would not make, is followed no
 further: `trouble` says why in one line, and what was read before stays.
 """

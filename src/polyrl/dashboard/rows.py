@@ -3,7 +3,7 @@
 They are read from the recipe's data when somebody asks for the first one, in a thread of their own: data may be large.
 
 Rules kept here: data that is no longer there, or that a person's own code fails to give, is a line in place of the row,
-and harms nothing else. What is shown of a row is bounded.
+and harms nothing else. The shown part of a row is bounded.
 """
 
 import threading

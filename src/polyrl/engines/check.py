@@ -63,7 +63,7 @@ def _shown(info: EngineInfo) -> str:
 async def _write(
     engine: Engine, sink: SingleSink, lease: LeaseId, version: Version, sampling: Sampling, say: Say
 ) -> list[float]:
-    """The log-probabilities."""
+    """Write a sample, and return its log-probabilities."""
     versions: list[Version] = []
     logprobs: list[float] = []
     began, first_s = time.monotonic(), 0.0
@@ -85,7 +85,7 @@ async def _write(
 
 
 async def _install(engine: Engine, version: Version, folder: str | None, say: Say) -> None:
-    """The model's own weights, under another number."""
+    """Install the model's own weights, under another number."""
     began = time.monotonic()
     await engine.install(Weights(version, folder=folder))
     say(f"installed version {version}, the model's own weights, in {time.monotonic() - began:.2f} s")

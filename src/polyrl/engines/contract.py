@@ -97,7 +97,7 @@ class Stage:
         return lease
 
     async def text(self, **job: Any) -> list[int]:
-        """The tokens of a job that is waited for."""
+        """Return the tokens of a job that is waited for."""
         lease = self.begin(**job)
         assert await self.sink.end_of(lease) in ("stop", "length")
         return self.sink.texts[lease]

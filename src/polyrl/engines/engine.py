@@ -135,7 +135,8 @@ def why_not_begun(job: Job, version: Version | None) -> str:
 
 
 def is_whole(job: Job, max_context: int | None = None) -> bool:
-    """Whether its last token was made already, and its end not heard of: `length`, unless that token says `stop`."""
+    """Return whether its last token was made already, and its end not heard of: `length`, unless that token says
+    `stop`."""
     if not job.so_far:
         return False
     return len(job.so_far) >= job.max_tokens or len(job.prompt) + len(job.so_far) == max_context

@@ -26,6 +26,7 @@ from msgspec import structs
 from polyrl.errors import UserError, one_line
 from polyrl.hosts.beside import LoopWatch, run_in
 from polyrl.hosts.episode import (
+    MAX_WHY,
     EpisodeEnd,
     EpisodeFailed,
     PlayedEnvironment,
@@ -328,7 +329,7 @@ class HostAgent:
             frame = host_frames.EndEpisode(
                 *(key.sample, key.attempt, "scored", episode.num_calls, finite(end.reward, "the reward")),
                 _with_turns(structs.replace(end, parts=checked_parts(end.parts))),
-                end.why[:300],
+                end.why[:MAX_WHY],
             )
         except EpisodeFailed as error:
             frame = _failed(key, episode.num_calls, str(error))

@@ -9,8 +9,8 @@ what is new (a bridge). Any other messages are rendered whole: their prompt begi
 Rules kept here: a bridge is taken only if the model's template, given the text as it was sampled, writes the same text
 and the same new tokens: so a prompt is never another one than the template's, but for how drawn text is cut into
 tokens. A template that changes earlier answers (one that drops old thoughts) gets no bridge, unless the package
-`renderers` knows the model and has one (known_families.py). What the template adds after an answer, be its end drawn or
-cut off, is new and never trained.
+`renderers` knows the model and has one (known_families.py). Any text that the template adds after an answer, be its end
+drawn or cut off, is new and never trained.
 Left out: the shapes of requests and replies (front.py, bodies.py), and tool calls in text (tools.py).
 """
 

@@ -22,6 +22,7 @@ from polyrl.hosts.tools import whole_text
 from polyrl.wire.host_frames import MAX_PARTS, MAX_REWARD, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
 
 MAX_WHY = 300
+"""Characters of the reason of an end that are told."""
 _PART_NAME = re.compile(PART_NAME)
 
 

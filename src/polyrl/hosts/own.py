@@ -12,7 +12,7 @@ A class that brings a harness of its own has `play(base_url, task, seed)` in pla
 the reward, or a Turn with it. Each method may be async; plain ones run in a thread.
 
 Rules kept here: raising is a failure, and so is the end without a reward, NaN, and messages of a wrong shape: one
-line, no reward, never a zero. Rewards of several steps are summed. What the policy may have caused is scored.
+line, no reward, never a zero. Rewards of several steps are summed. An end that the policy may have caused is scored.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from polyrl.errors import UserError, one_line
 from polyrl.hosts.bodies import FrontRefusal, checked_messages
 from polyrl.hosts.episode import (
+    MAX_WHY,
     CallLimits,
     Episode,
     EpisodeEnd,
@@ -120,7 +121,7 @@ class OwnEnvironment:
             await self._leave(one, thread)
 
     async def _leave(self, one: Any, thread: EpisodeThread) -> None:
-        """Close an environment. One that cannot be closed in time is left behind: its episode has ended."""
+        """Close an environment. An environment that cannot be closed in time is left behind: its episode has ended."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await _close(one, thread)
@@ -175,7 +176,7 @@ class OwnEnvironment:
 
 def _end(turn: Turn, reward: float, num_turns: int) -> EpisodeEnd:
     correct = finite(reward, "the reward") >= _SOLVED if turn.correct is None else bool(turn.correct)
-    why = " ".join(str(turn.why).split())[:300]
+    why = " ".join(str(turn.why).split())[:MAX_WHY]
     return EpisodeEnd(reward=reward, correct=correct, parts=checked_parts(turn.parts), why=why, num_turns=num_turns)
 
 

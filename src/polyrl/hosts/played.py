@@ -98,7 +98,7 @@ class PlayedEpisode(Episode):
         return self.key.sample, self.key.attempt
 
     def answered(self, answer: host_frames.CallAnswer) -> None:
-        """Take an answer. One that is not waited for was sent twice."""
+        """Take an answer. An answer that nothing waits for was sent twice."""
         if self._answer is not None and not self._answer.done() and answer.number == self._memory.num_calls:
             self._answer.set_result(answer)
 

@@ -32,7 +32,8 @@ class CallReply(NamedTuple):
 
 
 def generate_body(drawn: DrawnAnswer) -> bytes:
-    """Each log-probability names its token as `token_id:N`: clients take the ids from there."""
+    """Return the body of a reply. Each log-probability names its token as `token_id:N`: clients take the ids from
+    there."""
     pairs = zip(drawn.tokens, drawn.logprobs, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
     choice = {

@@ -80,7 +80,7 @@ class ModelText:
         return tokens[:-1] if drawn.finish == "stop" and tokens and tokens[-1] in self.end_ids else tokens
 
     def renders_tools(self) -> bool:
-        """Whether the chat template tells the model which tools there are."""
+        """Return whether the chat template tells the model which tools there are."""
         from polyrl.data.chat_template import TemplateRefused
 
         if self._renders_tools is None and self.template is not None:

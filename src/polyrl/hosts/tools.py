@@ -120,7 +120,7 @@ def _texts_of(tools: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
 
 
 def _blocks(text: str, read: Callable[[str], list[WrittenCall]]) -> WrittenAnswer:
-    """Read each `<tool_call>` block. One without a call stays in the text."""
+    """Read each `<tool_call>` block. A block without a call stays in the text."""
     calls: list[WrittenCall] = []
     kept: list[str] = []
     end = 0

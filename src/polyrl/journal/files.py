@@ -52,7 +52,7 @@ class JournalWriter:
         self.append_encoded(encode_record(now, event, commands))
 
     def append_encoded(self, encoded: bytes) -> None:
-        """A record that the driver has encoded already, for its digest."""
+        """Append a record that the driver has encoded already, for its digest."""
         self._digest.add_encoded(encoded)
         self._file.write(encoded)
 
@@ -81,7 +81,7 @@ class JournalWriter:
 
 
 def open_journals(path: Path | str) -> Iterator[Journal]:
-    """A run's journals, one after the other: the file, or what the directory of a run holds.
+    """Open a run's journals, one after the other: the file, or what the directory of a run holds.
 
     Raises JournalError if there is none or one is damaged; the records raise it when the damage is reached.
     """
@@ -105,19 +105,20 @@ def open_journal(file: Path) -> tuple[JournalHeader, Iterator[Record]]:
 
 
 def segments(folder: Path, stem: str) -> list[Path]:
-    """The files of a live run's journal, oldest first."""
+    """Return the files of a live run's journal, oldest first."""
     return sorted(folder.glob(f"{stem}-*.bin"))
 
 
 def find_journals(path: Path) -> list[Path]:
-    """The files of a run, oldest first; for a directory that holds no run, one that is not there."""
+    """Return the files of a run, oldest first; for a directory that holds no run, one that is not there."""
     if not path.is_dir():
         return [path]
     return segments(path / LIVE_FOLDER, EVENTS) or segments(path, EVENTS) or [path / FILE_NAME]
 
 
 def find_begun(path: Path) -> list[Path]:
-    """A run's journals, those that were not even begun left out. Raises JournalError for a directory without a run."""
+    """Return a run's journals, those that were not even begun left out. Raises JournalError for a directory without a
+    run."""
     files = find_journals(path)
     if path.is_dir():
         files = [file for file in files if file.exists() and (file != files[-1] or file.stat().st_size > 0)]

@@ -49,7 +49,7 @@ class FrameSource:
         self.number = 0
 
     def peek(self, num_bytes: int, after: int = 0) -> memoryview:
-        """The next bytes but the first `after`, fewer only at the end; not copied, since payload is much."""
+        """Return the next bytes but the first `after`, fewer only at the end; not copied, since payload is much."""
         while len(self._buffer) - self._start < num_bytes:
             chunk = next(self._chunks, None)
             if chunk is None:
@@ -78,7 +78,7 @@ class FrameSource:
 
 
 def read_frame(source: FrameSource) -> memoryview | None:
-    """The payload of the next frame, or None at the end. The source stays in front of it, where errors point."""
+    """Return the payload of the next frame, or None at the end. The source stays in front of it, where errors point."""
     head = source.peek(_FRAME.size)
     if not head:
         return None

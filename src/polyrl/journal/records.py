@@ -84,13 +84,14 @@ _EVENT_NAMES = frozenset(event.__name__ for event in get_args(Event))
 
 
 def encode_header(config: SchedulerConfig, about: dict[str, str] | None = None, saved: bytes = b"") -> bytes:
-    """The first record of a journal."""
+    """Return the first record of a journal."""
     header = JournalHeader(config, {} if about is None else about, saved, RULES)
     return _MAGIC + str(FORMAT).encode() + b"\n" + frame(_encoder.encode(header))
 
 
 def encode_record(now: Seconds, event: Event, commands: Sequence[Command]) -> bytes:
-    """An event and the commands that followed it. Fields that are seconds or dollars must hold floats, not ints."""
+    """Return an event and the commands that followed it. Fields that are seconds or dollars must hold floats, not
+    ints."""
     return frame(_encoder.encode(_Stored(float(now), event, digest_commands(commands))))
 
 
@@ -242,7 +243,8 @@ def replay(journals: Iterable[Journal]) -> ReplayReport:
 
 
 def resume_scheduler(header: JournalHeader, before: Scheduler | None) -> Scheduler:
-    """The scheduler that a journal starts with; `before` is how the journal before it ended, if that was read."""
+    """Return the scheduler that a journal starts with; `before` is how the journal before it ended, if that was
+    read."""
     if not header.saved:
         if header.rules > RULES:
             raise JournalError(f"a journal of rules {header.rules}; this version of PolyRL knows those up to {RULES}")
@@ -264,7 +266,8 @@ def _state_of(saved: bytes) -> object:
 
 
 def _agree(ours: object, theirs: object) -> bool:
-    """Whether two states are equal in all that both keep: the version that wrote `theirs` may be older than ours."""
+    """Return whether two states are equal in all that both keep: the version that wrote `theirs` may be older than
+    ours."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         both = ours.keys() & theirs.keys()
         return (

@@ -265,7 +265,7 @@ def deliver(run: Run, step: Step, group: GroupId, samples: tuple[SampleId, ...])
 
 
 def _to_deliver(run: Run, sample: SampleId) -> frames.SamplePayload:
-    """An answer, or only its reward if the trainer has kept the answer since it scored it. It uses that up."""
+    """Return an answer, or only its reward if the trainer has kept the answer since it scored it. It uses that up."""
     text = run.payload.tokens_of(sample)
     sent_on, text.sent_on = text.sent_on, None
     if sent_on is None or sent_on is not _link_to_trainer(run):
@@ -274,7 +274,8 @@ def _to_deliver(run: Run, sample: SampleId) -> frames.SamplePayload:
 
 
 def _link_to_trainer(run: Run) -> Link | None:
-    """The connection on which the trainer hears everything now; None: it is not connected, or has not said Hello."""
+    """Return the connection on which the trainer hears everything now; None: it is not connected, or has not said
+    Hello."""
     trainer = run.trainer
     return trainer.link if trainer is not None and trainer.greeted else None
 

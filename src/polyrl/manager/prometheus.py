@@ -81,7 +81,7 @@ def _state(host: HostStatus) -> str:
 
 
 def _drafts(workers: Sequence[WorkerStatus]) -> Iterator[Metric]:
-    """What became of the drafts of each worker's engine; it counts anew when it starts again."""
+    """Yield what became of the drafts of each worker's engine; it counts anew when it starts again."""
     rounds = {one.name: one.draft_rounds for one in workers}
     drafted = {one.name: one.tokens_drafted for one in workers}
     accepted = {one.name: one.tokens_accepted for one in workers}

@@ -61,7 +61,7 @@ class CommandProvider:
             raise ConfigError("fleet.provider_args.stop: missing; with `list`, a command must end {name}")
 
     def check(self) -> None:
-        """Whether commands of others work is seen when they run."""
+        """Check nothing: whether commands of others work is seen when they run."""
 
     async def held(self) -> Mapping[str, HeldWorker]:
         if not self._list:
@@ -99,7 +99,7 @@ class CommandProvider:
             await _end_group(process)
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
     def _fill(self, template: str, name: str, command: str = "", order: WorkerOrder | None = None) -> str:
         digits = re.findall(r"\d+", name)

@@ -187,7 +187,7 @@ class KubernetesProvider:
         return held
 
     async def stop(self, name: str) -> None:
-        """Its pod gets SIGTERM, and `grace_s` seconds."""
+        """Stop its pod, which gets SIGTERM, and `grace_s` seconds."""
         await self._delete(name)
 
     async def close(self) -> None:
@@ -237,7 +237,7 @@ class KubernetesProvider:
         }
 
     def _name(self, worker: str) -> str:
-        """A name of at most 63 letters; the digest tells apart what it cannot hold."""
+        """Return a name of at most 63 letters; the digest tells apart what it cannot hold."""
         digest = hashlib.sha256(f"{self._run.id}/{worker}".encode()).hexdigest()[:8]
         return f"polyrl-{self._run.id[:32]}-{_plain_name(worker)}-{digest}"
 

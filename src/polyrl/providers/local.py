@@ -42,7 +42,7 @@ class LocalProvider:
         self._stopping: dict[str, None] = {}
 
     def check(self) -> None:
-        """Nothing is needed but this machine."""
+        """Check nothing: this machine is all that is needed."""
 
     async def held(self) -> Mapping[str, HeldWorker]:
         found = {name: _show(name, process) for name, process in self._processes.items()}
@@ -88,7 +88,7 @@ class LocalProvider:
         self._file(name).unlink(missing_ok=True)
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
     def kill(self, name: str) -> None:
         """Kill a worker of this process: as if its machine had died."""

@@ -98,7 +98,7 @@ class RayProvider:
         await self._in_thread(lambda: self._stop(name))
 
     async def close(self) -> None:
-        """The connection to Ray is the process', and ends with it."""
+        """Do nothing: the connection to Ray is the process', and ends with it."""
 
     # In threads
 

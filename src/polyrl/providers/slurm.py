@@ -94,14 +94,15 @@ class SlurmProvider:
                 await call(["scancel", job], timeout_s=_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
     @property
     def _prefix(self) -> str:
         return f"polyrl-{self._run.id}-"
 
     def _script(self, command: Sequence[str]) -> str:
-        """The worker in place of the shell gets signals meant for the batch script."""
+        """Return the batch script. Its worker, which takes the shell's place, gets signals meant for the batch
+        script."""
         return f"#!/bin/sh\n{self._setup}\nexec {shlex.join(command)}\n"
 
     async def _jobs(self) -> list[tuple[str, str, str, str]]:

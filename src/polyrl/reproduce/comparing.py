@@ -1,4 +1,4 @@
-"""One published figure beside ours, and what gathers them: checks, claims, tables, a section."""
+"""A published figure beside ours, and what gathers such figures: checks, claims, tables, a section."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

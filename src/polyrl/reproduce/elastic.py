@@ -37,7 +37,8 @@ _CALIBRATED_14B = (
 
 
 def staircase_case(levels: Sequence[int], level_s: float, num_steps: int) -> Variant:
-    """The fleet is at every level for so long; machines are granted early enough, and taken without notice."""
+    """Return a case in which the fleet is at every level for so long; machines are granted early enough, and taken
+    without notice."""
     start_s = 120.0
     moments = [
         (max(0.0, number * level_s - (start_s if level > before else 0.0)), level)

@@ -25,7 +25,8 @@ AWAY_FOR_A_WHILE = (
 
 
 def churn(every_s: float, last_s: float, notice_s: float) -> tuple[str, ...]:
-    """Two of four machines are taken every so often, and two others granted a second later."""
+    """Return overrides by which two of four machines are taken every so often, and two others granted a second
+    later."""
     moments = [every_s * number for number in range(1, int(last_s / every_s))]
     levels = (f"{{at_s={at:g}, workers=2}}, {{at_s={at + 1:g}, workers=4}}" for at in moments)
     return f"supply.events=[{', '.join(levels)}]", f"supply.notice_s={notice_s:g}"
@@ -85,7 +86,7 @@ def three_of_six(player: Player, at_least: int = 3, step: int = KILL_STEP, more:
 
 
 def three_of_six_emulated(player: Player) -> Section:
-    """The loss in the second step, with a window that is set to what the simulator learns."""
+    """Play the loss in the second step, with a window that is set to what the simulator learns."""
     return three_of_six(player, 1, 1, ("run.warmup_steps=0", f"seeding.initial_s={SETTLED_WINDOW_S:g}"))
 
 

@@ -47,7 +47,7 @@ def discarded_share(steps: list[Measured]) -> float:
 
 
 def of_kind(kind: str, value: Value) -> Value:
-    """The same figure, of short or of long rounds only."""
+    """Return the same figure, of short or of long rounds only."""
     return lambda steps: value([step for step in steps if step.line.kind == kind])
 
 
@@ -56,7 +56,7 @@ def mean(runs: Runs, value: Value) -> float:
 
 
 def span(runs: Runs, value: Value, shape: str = ",.0f", scale: float = 1.0) -> str:
-    """The lowest and the highest of the seeds."""
+    """Return the lowest and the highest figure of the seeds."""
     values = [value(played.measured) * scale for played in runs]
     return f"{min(values):{shape}} to {max(values):{shape}}"
 

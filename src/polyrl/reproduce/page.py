@@ -84,7 +84,7 @@ def tree(section: Section, name: str, place: str) -> dict[str, Any]:
 
 
 def misfits(section: Section) -> list[str]:
-    """What fails, what is far off without failing, and what a section says of itself."""
+    """List what fails, what is far off without failing, and what a section says of itself."""
     found = [
         f"{check.table}: {check.name}: published {check.published:{check.shape}}, ours {check.ours:{check.shape}} "
         f"({check.error_shown})."

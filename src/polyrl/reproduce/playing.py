@@ -46,7 +46,7 @@ OnRun = Callable[[int, int], None]
 
 class Player(Protocol):
     def play(self, cases: Mapping[Key, Variant], at_least: int = 1) -> dict[Key, Runs]:
-        """The runs of every case, with `at_least` as many seeds where few would show only noise."""
+        """Play every case, with `at_least` as many seeds where few would show only noise."""
         ...
 
 

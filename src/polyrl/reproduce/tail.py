@@ -160,7 +160,7 @@ def end_to_end(player: Player) -> Section:
 
 
 def end_to_end_emulated(player: Player) -> Section:
-    """The 7B run alone, a period of five steps; the planner stays off, which emulated engines cannot follow."""
+    """Play the 7B run alone, a period of five steps; the planner stays off, which emulated engines cannot follow."""
     section = Section(
         "RollPacker's speedups, 7B and a cap of 8k",
         f"`all` is the shipped scenario `tail-7b-8k` without the parallelism planner. {_CALIBRATED}",

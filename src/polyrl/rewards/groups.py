@@ -8,7 +8,8 @@ A recipe names it in `[[rewards.functions]]` with `whole_group = true`. It is a 
 reward (reward.py), and returns one result for each answer, in the order of the answers.
 
 Rules kept here: a wrong number of results, or one that is not valid, is a RewardFailed of the whole group. An answer
-with the outcome `infrastructure_failed` has no result, and the others keep theirs. What answers share travels once.
+with the outcome `infrastructure_failed` has no result, and the others keep theirs. The parts that answers share travel
+once.
 """
 
 import inspect

@@ -58,7 +58,7 @@ class Judge:
         build(args, JudgeArgs)
 
     async def start(self) -> None:
-        """Look for the service and its models. One that is away may come back; one that refuses the key will not."""
+        """Look for the service and its models. A service that is away may come back; a refused key stays refused."""
         if self._facts.max_usd is not None and not self._args.fleet and not self._limits_dollars():
             raise RewardStops(
                 "rewards.max_usd: cannot be counted without args.usd_per_million_in and _out of the judge"

@@ -149,7 +149,8 @@ def find_reward(name: str, key: str = "reward") -> RewardFunction:
 
 
 def needs_answer(functions: Iterable[WeightedReward]) -> bool | str:
-    """Whether rows need an answer for functions of ours; a text: a row does that lacks the column of this name."""
+    """Return whether rows need an answer for functions of ours; a text: a row does that lacks the column of this
+    name."""
     chosen = list(functions)
     columns = [str(one.args.get("tests", "tests")) for one in chosen if one.function == "code"]
     compares = any(one.function in COMPARING for one in chosen)

@@ -336,6 +336,8 @@ class TrainingRun:
 
 def _as_overrides(overrides: Overrides | None) -> list[str]:
     given = {} if overrides is None else overrides
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'overrides: got {given!r}; expected values by dotted key, such as {{"train.steps": 40}}')
     empty = [key for key, value in given.items() if value is None]
     if empty:
         raise ConfigError(f"{empty[0]}: got None; expected a value, or leave the key out")

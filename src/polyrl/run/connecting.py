@@ -42,12 +42,23 @@ async def started_manager(
     Raises UserError for a manager that does not come up, or a certificate whose name does not lead to it.
     """
     before = 0 if point is None else point.port
-    port = await processes.choose_port(recipe.manager, before)
-    if before and not port:
-        log.warning("port %d, which the run had, is taken: workers that know that one must join anew", before)
-    manager = ManagerProcess(run_dir, recipe.manager.host, port, manager_options(recipe))
+
+    async def choose() -> int:
+        port = await processes.choose_port(recipe.manager, before)
+        if before and not port:
+            log.warning("port %d, which the run had, is taken: workers that know that one must join anew", before)
+        return port
+
+    async def start(port: int) -> tuple[ManagerProcess, ManagerAddress]:
+        manager = ManagerProcess(run_dir, recipe.manager.host, port, manager_options(recipe))
+        try:
+            return manager, await manager.start()
+        except BaseException:
+            await manager.stop()
+            raise
+
+    manager, address = await processes.start_at_port(choose, start)
     try:
-        address = await manager.start()
         checkpoints.write_port(run_dir, address.port)
         if tls is not None:
             address = ManagerAddress(tls.url(address.port), address.port, tls)

@@ -55,7 +55,7 @@ MAX_WORKERS = 10_000
 
 
 class _Life(Struct):
-    """What is known of a worker's starts."""
+    """The history of a worker's starts."""
 
     started_at: float = 0.0
     num_quick: int = 0
@@ -126,7 +126,7 @@ class FleetKeeper:
     # How many
 
     def wanted(self, advised: int | None = None) -> int:
-        """How many workers there should be now."""
+        """Return how many workers there should be now."""
         said = read_wanted(self._run_dir)
         if said is not None:
             return said

@@ -162,7 +162,8 @@ class Kept:
             yield from samples
 
     def _read(self, step: int) -> entries.Entry:
-        """A run that goes on moves a step's file, or removes it, also after it was listed. Raises UserError."""
+        """Read a step's entry. A run that goes on moves a step's file, or removes it, also after it was listed. Raises
+        UserError."""
         for path in (self._files[step], entries.of_run(self._run_dir).get(step)):
             if path is None:
                 break

@@ -1,7 +1,7 @@
 """Look a machine over before a run: what is there, what is missing, what to do; with a recipe, whether it fits.
 
 Rules kept here: nothing of a run is started or written. Every check says what it saw, and a check that fails by itself
-is a finding like others. What a run can do without is `missing`; what stops one is `wrong`.
+is a finding like others. A thing that a run can do without is `missing`; a thing that stops a run is `wrong`.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ _ROWS = {
 
 
 def load_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
-    """All that a rank trains with. Raises UserError."""
+    """Load all that a rank trains with. Raises UserError."""
     policy, reference = load(recipe, ranks)
     critic = load_critic(recipe, ranks)
     optimizer = Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps)
@@ -118,12 +118,13 @@ def check_tokenizers(recipe: Recipe) -> None:
 
 
 def uses_engine(recipe: Recipe) -> bool:
-    """Whether the trainer's own device generates anything."""
+    """Return whether the trainer's own device generates anything."""
     return bool(recipe.train.local_generation or recipe.validates)
 
 
 def is_served(recipe: Recipe) -> bool:
-    """Whether served engines generate everything, so that tensors are published as the model's files name them."""
+    """Return whether served engines generate everything, so that tensors are published as the model's files name
+    them."""
     return not uses_engine(recipe) and recipe.fleet.engine != "builtin"
 
 

@@ -21,9 +21,9 @@ import shutil
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from polyrl.config.recipe import ManagerSection
 from polyrl.errors import EXIT_BAD_INPUT, UserError
@@ -33,6 +33,7 @@ from polyrl.run.encryption import Encryption
 from polyrl.wire.control import DEFAULT_PORT
 
 log = logging.getLogger("polyrl.train")
+StartedT = TypeVar("StartedT")
 
 _START_TIMEOUT_S = 300.0
 """The time for a manager to start. It is long because a long journal takes time to read."""
@@ -173,7 +174,7 @@ class ManagerProcess:
 
 
 def show_end(code: int, log_file: Path) -> str:
-    """How a process ended: what it said last, if it ended by itself, or where that is."""
+    """Return how a process ended: what it said last, if it ended by itself, or where that is."""
     said = f": {last_line(log_file)}" if code > 0 else f", see {log_file}"
     return f"has ended ({show_code(code)}){said}"
 
@@ -187,7 +188,7 @@ def show_code(code: int) -> str:
 
 
 def last_line(log_file: Path, since: int = 0) -> str:
-    """The last line of a log, and where it is; of what came after so many bytes."""
+    """Return the last line of a log, and where it is; of what came after so many bytes."""
     try:
         lines = log_file.read_bytes()[since:].decode(errors="replace").split("\n")
     except OSError:
@@ -213,3 +214,14 @@ async def choose_port(wanted: ManagerSection, before: int = _ANY) -> int:
         return port
     await check_that_it_can_listen(wanted.host, _ANY)
     return _ANY
+
+
+async def start_at_port(choose: Callable[[], Awaitable[int]], start: Callable[[int], Awaitable[StartedT]]) -> StartedT:
+    """Start something at the chosen port; once more if another process takes the port before it listens there."""
+    port = await choose()
+    try:
+        return await start(port)
+    except UserError:
+        if (again := await choose()) == port:
+            raise
+        return await start(again)

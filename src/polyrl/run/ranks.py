@@ -126,7 +126,7 @@ class OtherRanks:
         return self._leader
 
     def far_replicas(self) -> "list[FarReplica]":
-        """The other replicas, each as its first rank."""
+        """Return the other replicas, each as its first rank."""
         from polyrl.run import local_worker
         from polyrl.trainer.replicas import FarReplica
 
@@ -271,7 +271,7 @@ def _watch(info: "RankInfo") -> "RankWatch | None":
 
 
 def _meet(info: "RankInfo", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> "Ranks":
-    """All ranks together. Raises UserError, at once when one that was started has ended.
+    """Meet the other ranks. Raises UserError, at once when one that was started has ended.
 
     Nothing ends the wait for ranks that never come but time, ten minutes of it: so a thread waits.
     """

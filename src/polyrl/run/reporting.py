@@ -220,7 +220,8 @@ class Reporter:
         return from_step_line(report.line, self._line_before(report.step), step_s=report.seconds["total"])
 
     def _line_before(self, step: int) -> StepLine | None:
-        """A run that goes on has it from the manager: the step was trained by another process."""
+        """Return the line of the step before. A run that is resumed has it from the manager: the step was trained by
+        another process."""
         lines = [] if self._fleet is None else self._fleet.lines
         return next((one for one in reversed(lines) if one.step == step - 1), None)
 

@@ -1,4 +1,4 @@
-"""Resume a run: read its recipe and its changes, and load its models from the newest checkpoint.
+"""A run's models, as a new run begins with them or as a run that is resumed left them.
 
 Before a run continues with other settings, the steps that are only in the log are trained again with the old ones.
 """
@@ -7,24 +7,34 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.run import changes, checkpoints, models, nodes, ranks
+from polyrl.run import changes, checkpoints, local_worker, models, nodes, ranks
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.event_loop import run_loop
 from polyrl.run.plan import fit
+from polyrl.run.processes import ManagerAddress
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.supervising import first_of, until_interrupted
+from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Learner
-from polyrl.trainer.replicas import EveryReplica
+from polyrl.trainer.local_engine import LocalEngine
+from polyrl.trainer.publishing import Publishing
+from polyrl.trainer.replicas import EveryReplica, Replicas
 from polyrl.trainer.state import checkpoint
-from polyrl.trainer.state.saving import tidy
+from polyrl.trainer.state.checkpoint import TrainerState
+from polyrl.trainer.state.saving import Saver, tidy
 from polyrl.trainer.step_stats import Steps
+from polyrl.weights.server import WeightServer
+from polyrl.wire.credentials import read_token_file
+
+_STOP_S = 5.0
+"""How long other replicas are waited for when the run is over."""
 
 
 class Resumed(NamedTuple):
@@ -69,28 +79,66 @@ def finish_logged_steps(before: Recipe, after: Recipe, run_dir: Path, point: Res
     return point._replace(breaks=changed)
 
 
+class RestoredModels:
+    """A run's models in memory, and all that trains them: this process, and the other ranks if there are any."""
+
+    def __init__(self, learner: Learner, other_ranks: OtherRanks | None = None) -> None:
+        self.learner, self.other_ranks = learner, other_ranks
+        self.leader = None if other_ranks is None else other_ranks.lead(learner)
+        self.steps: Steps = learner.steps if self.leader is None else self.leader
+        """What trains this replica's share of a step."""
+        self.far = [] if other_ranks is None else other_ranks.far_replicas()
+
+    async def make_saver(self, recipe: Recipe, run_dir: Path, about: TrainerState, point: ResumePoint | None) -> Saver:
+        gather = (self.learner if self.leader is None else self.leader).whole_state
+        shards = None if self.other_ranks is None else self.other_ranks.shards
+        return await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, about, gather, point, shards)
+
+    async def train_again(self, point: ResumePoint, saver: Saver, run_dir: Path) -> None:
+        """Train the steps of the log again, in all replicas. Raises UserError."""
+        steps = EveryReplica(self.steps, self.far) if self.far else self.steps
+        await checkpoints.train_again(point, steps, saver, run_dir)
+
+    def publishing(
+        self, recipe: Recipe, server: WeightServer, engine: LocalEngine | None, known: Mapping[int, tuple[str, ...]]
+    ) -> Publishing:
+        """`known` are the digests of versions that are published already."""
+        return Publishing(
+            self.learner.policy,
+            server,
+            engine,
+            {version: digests[-1] for version, digests in known.items()},
+            None if self.leader is None else self.leader.weights,
+            encodes=recipe.weights.encode_on == "device",
+            as_in_files=models.is_served(recipe),
+        )
+
+    @asynccontextmanager
+    async def replicas(self, devices: Devices, run_dir: Path, address: ManagerAddress) -> AsyncIterator[Replicas]:
+        """All replicas, in the fleet of the run's manager. The other ones end with it."""
+        replicas = Replicas(self.steps, devices, self.far, local_worker.NAME if self.far else "")
+        try:
+            await replicas.join_run(address.url, read_token_file(run_dir / "admin.token"))
+            yield replicas
+        finally:
+            await replicas.stop(_STOP_S)
+
+
 def _train_log_to_a_checkpoint(before: Recipe, run_dir: Path, point: ResumePoint) -> None:
-    with restored(before, run_dir, point) as (learner, other_ranks):
-        run_loop(until_interrupted(_train_again(before, run_dir, point, learner, other_ranks)))
-    if other_ranks is not None:
-        other_ranks.ranks.close()  # this process meets those of the run next
-    del learner, other_ranks
+    with restored(before, run_dir, point) as found:
+        run_loop(until_interrupted(_train_again(before, run_dir, point, found)))
+    if found.other_ranks is not None:
+        found.other_ranks.ranks.close()  # this process meets those of the run next
+    del found
     gc.collect()  # the models that come next need the room
     models.free_device()
 
 
-async def _train_again(
-    recipe: Recipe, run_dir: Path, point: ResumePoint, learner: Learner, other_ranks: OtherRanks | None
-) -> str:
-    leader = None if other_ranks is None else other_ranks.lead(learner)
-    gather = (learner if leader is None else leader).whole_state
-    shards = None if other_ranks is None else other_ranks.shards
-    saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, point.state, gather, point, shards)
+async def _train_again(recipe: Recipe, run_dir: Path, point: ResumePoint, found: RestoredModels) -> str:
+    saver = await found.make_saver(recipe, run_dir, point.state, point)
     try:
-        steps: Steps = learner.steps if leader is None else leader
-        far = [] if other_ranks is None else other_ranks.far_replicas()
-        again = checkpoints.train_again(point, EveryReplica(steps, far) if far else steps, saver, run_dir)
-        await first_of(again, [one.failed() for one in (other_ranks, saver) if one is not None])
+        again = found.train_again(point, saver, run_dir)
+        await first_of(again, [one.failed() for one in (found.other_ranks, saver) if one is not None])
         await saver.finish()
     finally:
         await saver.stop()
@@ -98,7 +146,7 @@ async def _train_again(
 
 
 @contextmanager
-def restored(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Iterator[tuple[Learner, OtherRanks | None]]:
+def restored(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Iterator[RestoredModels]:
     """The run's models in memory, on all of its ranks, as they were at `point`; None: as a run begins with them.
 
     Raises UserError.
@@ -116,4 +164,4 @@ def restored(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Iterat
                 learner.restore(point.tensors)
             if isinstance(point.tensors, dict):
                 point.tensors.clear()  # they lie in the file, which would stay on the disk for as long as they do
-        yield learner, other_ranks
+        yield RestoredModels(learner, other_ranks)

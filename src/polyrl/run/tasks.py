@@ -371,7 +371,7 @@ def _open_all(
 
 
 def too_few(recipe: Recipe, num_prompts: list[int]) -> list[str]:
-    """A line for each domain that has fewer prompts than a step wants."""
+    """Return a line for each domain that has fewer prompts than a step wants."""
     return [
         f"{key}.prompts_per_step: {domain.prompts_per_step}, and {domain.source} has only {num} prompts to train on: a "
         f"step has {num} of this domain"
@@ -381,7 +381,7 @@ def too_few(recipe: Recipe, num_prompts: list[int]) -> list[str]:
 
 
 def reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
-    """Every function that scores something, by the setting that names it."""
+    """Return every function that scores something, by the setting that names it."""
     found: dict[str, WeightedReward] = {}
     for domain, key in zip(recipe.data.all_domains, domain_keys(recipe), strict=True):
         for number, one in enumerate(recipe.rewards_of(domain)):

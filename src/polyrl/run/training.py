@@ -11,7 +11,6 @@
 Rules kept here: what was started is ended, in the opposite order, however the run ends (supervising.py).
 """
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
@@ -31,7 +30,6 @@ from polyrl.run import (
     hosts,
     keeping,
     local_worker,
-    models,
     preflight,
     resuming,
     reward_workers,
@@ -42,24 +40,14 @@ from polyrl.run.encryption import Encryption
 from polyrl.run.event_loop import run_loop
 from polyrl.run.pool import Pool
 from polyrl.run.processes import ManagerAddress, ManagerProcess
-from polyrl.run.ranks import OtherRanks
 from polyrl.run.reporting import Watch, reporting
+from polyrl.run.resuming import RestoredModels
 from polyrl.run.supervising import ended_from_outside, first_of, leaving, meanwhile, until_interrupted
 from polyrl.run.task_contract import Tasks
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.leading import Learner
-from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.loop import Loop, NothingCameError
-from polyrl.trainer.publishing import Publishing
-from polyrl.trainer.replicas import EveryReplica, Replicas
 from polyrl.trainer.state.saving import Saver
-from polyrl.trainer.step_stats import Steps
-from polyrl.weights.server import WeightServer
-from polyrl.wire.credentials import read_token_file
-
-_STOP_S = 5.0
-"""How long other replicas are waited for when the run is over."""
 
 
 class LiveRun(NamedTuple):
@@ -95,11 +83,8 @@ def train(
     point = None if resumed is None else resumed.point
     checked = preflight.check(recipe, run_dir, point)
 
-    async def run(learner: Learner, other_ranks: OtherRanks | None, point: ResumePoint | None) -> str:
-        training = Training(
-            checked.recipe, run_dir, learner, checked.tasks, tls=checked.tls, point=point, other_ranks=other_ranks,
-            companion=companion, watch=watch,
-        )  # fmt: skip
+    async def run(models: RestoredModels, point: ResumePoint | None) -> str:
+        training = Training(checked.recipe, run_dir, models, checked.tasks, checked.tls, point, companion, watch)
         try:
             with ended_from_outside(checked.recipe, run_dir):
                 return await until_interrupted(training.run(), leaving(checked.recipe, run_dir))
@@ -109,8 +94,8 @@ def train(
     with preflight.logging_to(run_dir, logging.WARNING if quiet else logging.INFO):
         if resumed is not None and point is not None:
             point = resuming.finish_logged_steps(resumed.before, checked.recipe, run_dir, point)
-        with resuming.restored(checked.recipe, run_dir, point) as (learner, other_ranks):
-            return run_loop(run(learner, other_ranks, point))
+        with resuming.restored(checked.recipe, run_dir, point) as models:
+            return run_loop(run(models, point))
 
 
 class Training:
@@ -120,27 +105,21 @@ class Training:
         self,
         recipe: Recipe,
         run_dir: Path,
-        learner: Learner,
+        models: RestoredModels,
         tasks: Tasks,
-        *,
         tls: Encryption | None = None,
         point: ResumePoint | None = None,
-        other_ranks: OtherRanks | None = None,
         companion: Companion | None = None,
         watch: Watch | None = None,
     ) -> None:
         """`point` is where the run is resumed; None: it begins."""
-        self._recipe, self._run_dir, self._learner, self._tasks, self._tls = recipe, run_dir, learner, tasks, tls
-        self._point, self._other_ranks, self._companion, self._watch = point, other_ranks, companion, watch
-        self._leader = None if other_ranks is None else other_ranks.lead(learner)
-        self._steps: Steps = learner.steps if self._leader is None else self._leader
-        self._far = [] if other_ranks is None else other_ranks.far_replicas()
-        self._first_step = 0 if point is None else point.next_step
+        self._recipe, self._run_dir, self._models, self._tasks = recipe, run_dir, models, tasks
+        self._tls, self._point, self._companion, self._watch = tls, point, companion, watch
         self._stack = AsyncExitStack()
 
     async def run(self) -> str:
         """Train to the end, or until cancelled. Returns why it ended."""
-        recipe, run_dir, policy = self._recipe, self._run_dir, self._learner.policy
+        recipe, run_dir, policy = self._recipe, self._run_dir, self._models.learner.policy
         async with self._stack as stack:
             manager, address = await stack.enter_async_context(
                 connecting.started_manager(recipe, run_dir, self._point, self._tls)
@@ -159,9 +138,7 @@ class Training:
                 contextlib.closing(Devices(engine, generates=bool(recipe.train.local_generation)))
             )
             own = await stack.enter_async_context(local_worker.joined(recipe, dial(), fleet, engine, devices))
-            replicas = Replicas(self._steps, devices, self._far, local_worker.NAME if self._far else "")
-            stack.push_async_callback(replicas.stop, _STOP_S)
-            await replicas.join_run(address.url, read_token_file(run_dir / "admin.token"))
+            replicas = await stack.enter_async_context(self._models.replicas(devices, run_dir, address))
             keeper = await stack.enter_async_context(keeping.started(recipe, run_dir, address))
             playing = await stack.enter_async_context(hosts.started(recipe, run_dir, address))
             reporter = await stack.enter_async_context(
@@ -169,17 +146,16 @@ class Training:
             )
             say, rules = reporter.display.say, connecting.answer_rules(policy.loaded)
             desks = await stack.enter_async_context(validation_hosts.started(recipe, run_dir, engine, rules, say))
-            publishing = self._make_publishing(server, engine, fleet)
+            publishing = self._models.publishing(recipe, server, engine, fleet.digests)
             validate = validator(recipe, engine, devices, self._tasks, reporter, fleet, saver, desks)
-            prompts = self._tasks.tokens
-            loop = Loop(recipe, fleet, replicas, publishing, prompts, reporter, validate, saver)
+            loop = Loop(recipe, fleet, replicas, publishing, self._tasks.tokens, reporter, validate, saver)
             reporter.begin(fleet)
-            if self._point is not None:  # the next --resume begins with what fits now
-                checkpoints.write_recipe(run_dir, recipe)
+            if self._point is not None:
+                checkpoints.write_recipe(run_dir, recipe)  # the next --resume begins with what fits now
             if self._companion is not None:
                 live = LiveRun(recipe, run_dir, address, keeper, playing, fleet, say)
                 await stack.enter_async_context(meanwhile(self._companion(live)))
-            failing = [one for one in (manager, self._other_ranks, saver, self._tasks) if one is not None]
+            failing = [one for one in (manager, self._models.other_ranks, saver, self._tasks) if one is not None]
             news = [*reporter.news(fleet, keeper, playing, self._tasks)]
             if recipe.parallelism.enabled:
                 news.append(Pool(recipe, keeper).follow(fleet, say))
@@ -187,27 +163,13 @@ class Training:
                 await keeping.until_joined(recipe, fleet, keeper)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)
 
-    def _make_publishing(self, server: WeightServer, engine: LocalEngine | None, fleet: Fleet) -> Publishing:
-        return Publishing(
-            self._learner.policy,
-            server,
-            engine,
-            {version: digests[-1] for version, digests in fleet.digests.items()},
-            None if self._leader is None else self._leader.weights,
-            encodes=self._recipe.weights.encode_on == "device",
-            as_in_files=models.is_served(self._recipe),
-        )
-
     async def _make_saver(self) -> Saver | None:
-        recipe, run_dir, point = self._recipe, self._run_dir, self._point
+        recipe, point = self._recipe, self._point
         if not recipe.checkpoint.enabled:
             return None
-        gather = (self._learner if self._leader is None else self._leader).whole_state
-        begun = (
-            checkpoints.describe(recipe, self._learner.policy, self._tasks.digests) if point is None else point.state
-        )
-        shards = None if self._other_ranks is None else self._other_ranks.shards
-        saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, begun, gather, point, shards)
+        learner = self._models.learner
+        begun = checkpoints.describe(recipe, learner.policy, self._tasks.digests) if point is None else point.state
+        saver = await self._models.make_saver(recipe, self._run_dir, begun, point)
         self._stack.push_async_callback(saver.stop)
         return saver
 
@@ -216,9 +178,8 @@ class Training:
         if self._point is None:
             return
         assert saver is not None, "a run that keeps no checkpoints has none to resume from"
-        steps = EveryReplica(self._steps, self._far) if self._far else self._steps
-        again = checkpoints.train_again(self._point, steps, saver, self._run_dir)
-        await first_of(again, [one.failed() for one in (manager, self._other_ranks, saver) if one is not None])
+        again = self._models.train_again(self._point, saver, self._run_dir)
+        await first_of(again, [one.failed() for one in (manager, self._models.other_ranks, saver) if one is not None])
 
     async def _write_down_that_it_begins(self, saver: Saver | None) -> None:
         """Record the start before the manager opens the run: from then on no other run may begin in this directory."""
@@ -232,10 +193,8 @@ class Training:
         try:
             if point is None:
                 return await loop.run()
-            return await loop.run(self._first_step, point.last, is_told=point.is_told)
+            return await loop.run(point.next_step, point.last, is_told=point.is_told)
         except NothingCameError as error:
-            raise UserError(self._tasks.why_none_scored() or self._why_nothing_came(error)) from error
-
-    def _why_nothing_came(self, error: NothingCameError) -> str:
-        failure = hosts.last_failure(self._run_dir)
-        return f"{failure}. {error}" if failure else str(error)
+            told = hosts.last_failure(self._run_dir)
+            why = self._tasks.why_none_scored() or (f"{told}. {error}" if told else str(error))
+            raise UserError(why) from error

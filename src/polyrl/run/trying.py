@@ -138,7 +138,7 @@ class ModelPolicy:
 
 
 class Trial(NamedTuple):
-    """What is tried."""
+    """The environment, or the domain, that is tried."""
 
     environment: str
     args: Mapping[str, Any]

@@ -5,8 +5,8 @@
 The fleet takes no part: validation has the weights of one version, which only the trainer's own engine is sure to have.
 
 Rules kept here: an episode that fails is begun again, `max_attempts` times in all, and then has no reward: it is left
-out, and is never a zero. One that is over time is scored with `timeout_reward` if the policy has answered it. Episodes
-of a host that died begin again from their start: nothing of validation is journalled.
+out, and is never a zero. An episode that is over time is scored with `timeout_reward` if the policy has answered it.
+Episodes of a host that died begin again from their start: nothing of validation is journalled.
 """
 
 import asyncio

@@ -115,7 +115,7 @@ _WHY_REFUSED = {
     "result": ("results of reward workers that cannot be, or did not come", "see the logs of reward workers"),
     "digest": ("versions that are not what the trainer published", "start the worker that has them anew"),
 }
-"""What was refused, and what to do about it."""
+"""The text for each kind of refusal, and the advice."""
 
 
 def of_refusals(now: Status) -> Iterator[Finding]:

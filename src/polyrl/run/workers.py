@@ -68,7 +68,7 @@ def worker_arguments(
     *,
     shares_files: bool = True,
 ) -> list[str]:
-    """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. One without
+    """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. A worker without
     `shares_files` does not see the run's directory: its token comes in an environment variable."""
     wanted = recipe.fleet
     arguments = ["worker", "--join", url, *_trust(recipe), "--engine", wanted.engine, "--model", recipe.model.path]
@@ -154,8 +154,8 @@ def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:
 async def tell_who_is_turned_away(
     fleet: Fleet, started: Container[str], say: Callable[[str | Text], None], every_s: float = _ASK_EVERY_S
 ) -> None:
-    """A line for each worker from elsewhere that cannot serve this run, until somebody cancels this, or the manager is
-    given up, which the run says itself. `started` are told of by their keeper."""
+    """Print a line for each worker from elsewhere that cannot serve this run, until somebody cancels this, or the
+    manager is given up, which the run says itself. `started` are told of by their keeper."""
     told: dict[str, str] = {}
     with contextlib.suppress(UserError):
         while True:

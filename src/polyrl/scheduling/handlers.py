@@ -141,7 +141,7 @@ def _lease_ended(desk: Desk, event: e.LeaseEnded, now: Seconds) -> None:
 
 
 def _assign_fault(desk: Desk, sample: TrackedSample, worker: Worker, now: Seconds, *, is_refused: bool) -> None:
-    """A worker failed a sample: hold it against the worker, and give the sample or its group up where that is due."""
+    """Hold a failed sample against its worker, and give the sample or its group up where that is due."""
     group, round_ = desk.groups[sample.group], desk.round_of(sample)
     is_asked = round_ is desk.asked
     if is_refused and is_asked:  # the asker's fault, not the worker's
@@ -180,7 +180,7 @@ def _worker(
     | e.DutyChanged,
     now: Seconds,
 ) -> Worker | None:
-    """The worker that says so, which is heard of thereby; None: that life of it is over, and the news is late."""
+    """Return the worker that sent the news, and note that it lives; None for late news of a life that is over."""
     worker = desk.state.fleet.find(event.worker, event.incarnation)
     if worker is None:
         desk.ledger.late_news += 1

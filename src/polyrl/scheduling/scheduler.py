@@ -62,7 +62,7 @@ class Scheduler:
         return self.desk.deadlines.earliest()
 
     def is_due(self, now: Seconds) -> bool:
-        """Whether it wants to hear that time has passed."""
+        """Return whether it wants to hear that time has passed."""
         at = self.wakeup_at
         return at is not None and at <= now
 

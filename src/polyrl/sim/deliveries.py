@@ -63,7 +63,7 @@ class Deliveries:
             self._changed = True
 
     def fail_from(self, source: WorkerName) -> None:
-        """A machine went away: whoever pulled from it learns that."""
+        """Tell all that pulled from a machine that it went away."""
         for machine, version, its_source in list(self._pulls.values()):
             if its_source == source:
                 self.cancel(machine)

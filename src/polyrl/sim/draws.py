@@ -36,5 +36,5 @@ def exponential(mean: float, *key: int) -> float:
 
 
 def key_of(text: str) -> int:
-    """An integer to stand for a name in a key. (`hash` differs from process to process.)"""
+    """Return an integer to stand for a name in a key. (`hash` differs from process to process.)"""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,7 +1,7 @@
 """Episodes as environments make them: how many calls, how the drawn tokens fall on them, how long tools take.
 
 Rules it keeps: calls, tokens and seconds are facts of the episode and not of the attempt, so an episode that is begun
-again takes the same way. What differs between attempts is whether the environment fails, and whether the result of a
+again takes the same way. Attempts differ in whether the environment fails, and whether the result of a
 tool is the same as before. An episode has at least one call, and every call draws at least one token; the tokens of all
 calls together are the workload's. It leaves out what a tool's result says, and that tools slow each other down.
 """
@@ -51,7 +51,7 @@ class EpisodeScript(Struct, frozen=True):
         return self.ends[call - 1] if call else 0
 
     def num_calls_within(self, num_tokens: int) -> int:
-        """Calls that end within so many drawn tokens."""
+        """Return how many calls end within so many drawn tokens."""
         return sum(end <= num_tokens for end in self.ends)
 
 
@@ -88,7 +88,8 @@ class EnvironmentModel:
         return int(unit(self._seed, _FAILED_AFTER_STREAM, *key, attempt) * (num_calls + 1))
 
     def is_the_same(self, key: EpisodeKey, attempt: int, call: int) -> bool:
-        """Whether another attempt makes a call with the prompt that it had before. The first has no result in it."""
+        """Return whether another attempt makes a call with the prompt that it had before. The first has no result in
+        it."""
         return call == 0 or unit(self._seed, _REPLAY_STREAM, *key, attempt, call) < self._of(key).replay_share
 
     def _tool_draw(self, key: EpisodeKey, call: int, correlation: float) -> float:

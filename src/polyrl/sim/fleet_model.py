@@ -68,7 +68,7 @@ class FleetModel:
     # Joining and reporting
 
     def join(self, name: WorkerName, *, local: bool, starting_s: Seconds = 0.0) -> None:
-        """A machine's process starts and joins, unless it runs already or the machine was taken or given back."""
+        """Start a machine's process, which joins, unless it runs already or the machine was taken or given back."""
         if name in self._machines or name in self._taken or not (local or self._holding.is_held(name)):
             return
         scenario = self._scenario
@@ -100,12 +100,13 @@ class FleetModel:
             self._warn(machine)
 
     def _region(self, name: WorkerName) -> str:
-        """The region of a remote machine; a machine that comes back is where it was."""
+        """Return the region of a remote machine; a machine that comes back is where it was."""
         regions = self._scenario.fleet.regions
         return regions[self._regions.setdefault(name, len(self._regions)) % len(regions)] if regions else ""
 
     def _engine(self, name: WorkerName, *, local: bool) -> tuple[EngineModel, int]:
-        """An engine, and the tokens that its cache holds. The scenario describes the first width of the local ones."""
+        """Make an engine; return it and the tokens that its cache holds. The scenario describes the first width of the
+        local ones."""
         scenario = self._scenario
         if local:
             width = self._local_width
@@ -133,7 +134,7 @@ class FleetModel:
         self._agenda.later(self._scenario.engine.flush_s, lambda: self._flush(machine))
 
     def _send(self, machine: Machine, event: e.Event) -> None:
-        """A machine's news goes out. The dead say nothing."""
+        """Send a machine's news. The dead say nothing."""
         if not machine.alive:
             return
         if isinstance(event, e.WeightsInstalled):
@@ -222,7 +223,7 @@ class FleetModel:
             self.join(machine.name, local=machine.local)
 
     def _die(self, machine: Machine) -> None:
-        """A machine ends without a word."""
+        """End a machine without a word."""
         if not machine.alive:
             return
         machine.alive = False
@@ -240,7 +241,7 @@ class FleetModel:
         self._tell(e.DrainRequested(machine.name, machine.incarnation, reason, notice_s))
 
     def kill_some(self) -> None:
-        """The fault of the scenario's kill step: the newest machines die, or are taken with notice."""
+        """Play the fault of the scenario's kill step: the newest machines die, or are taken with notice."""
         faults = self._scenario.faults
         for machine in self._remote()[-faults.kill_workers :]:
             if faults.kill_notice_s:
@@ -301,7 +302,7 @@ class FleetModel:
         return cached
 
     def _keep(self, machine: Machine, lease: LeaseId, num_tokens: int) -> None:
-        """A call has left the batch: its context stays in the cache for a while."""
+        """Keep the context of a call that has left the batch in the cache for a while."""
         call = machine.calls.pop(lease, None)
         if call is not None:
             machine.kept.keep(call[0], call[1] + num_tokens)
@@ -334,7 +335,7 @@ class FleetModel:
             self._agenda.later(self._scenario.network.latency_s, lambda: self._tell(left))
 
     def forget(self, name: WorkerName) -> None:
-        """The driver closed its connection: a machine that is alive starts its process again and joins anew."""
+        """Close a machine's connection. If it is alive, it starts its process again and joins anew."""
         machine = self._machines.get(name)
         if machine is None or machine.cut or self._find(name) is not None:
             return
@@ -342,7 +343,7 @@ class FleetModel:
         self._agenda.later(self._scenario.faults.restart_s, lambda: self.join(name, local=machine.local))
 
     def switch(self, name: WorkerName, duty: e.Duty) -> None:
-        """A local worker's devices turn to the other thing."""
+        """Turn a local worker's devices to the other duty."""
         if duty == "generating":
             self._trainer.take_devices(name)
         self.timeline.mark(name, "switching", self._agenda.now)
@@ -359,7 +360,7 @@ class FleetModel:
             self._trainer.give_devices(name)
 
     def reshape(self, command: c.Reshape) -> None:
-        """The local engines end; those of the new width join once their weights are loaded."""
+        """End the local engines; those of the new width join once their weights are loaded."""
         for machine in [machine for machine in self._machines.values() if machine.local]:
             self._die(machine)
         self._trainer.num_local = command.replicas
@@ -390,7 +391,7 @@ class FleetModel:
             self._agenda.later(paid, lambda name=name: self.join(name, local=False, starting_s=paid))
 
     def _tell_offer(self) -> None:
-        """The market has changed: say how many machines there are, and what each of them costs from now on."""
+        """Say how many machines there are, and what each of them costs from now on."""
         remote = tuple(machine.name for machine in self._remote())
         self._tell(e.SupplyOffered(self._holding.num_offered, self._price, remote))
 

@@ -31,11 +31,11 @@ class Holding:
         self._offered[name] = None
 
     def close(self, name: WorkerName) -> None:
-        """A machine was given notice: it is not started any more."""
+        """Start a machine no more: it was given notice."""
         self._offered.pop(name, None)
 
     def withdraw(self, name: WorkerName) -> None:
-        """A machine is taken away."""
+        """Take a machine away."""
         self.close(name)
         self._held.pop(name, None)
 

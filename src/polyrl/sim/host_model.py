@@ -33,7 +33,7 @@ CountTokens = Callable[[SampleId], int]
 
 
 class SimEpisode(Struct):
-    """What the driver knows of an episode, over all its attempts."""
+    """An episode as the driver knows it, over all its attempts."""
 
     key: EpisodeKey
     script: EpisodeScript

@@ -27,12 +27,12 @@ def list_scenarios() -> list[tuple[str, str]]:
 
 
 def find_scenario(name: str, folder: Path | None = None) -> Path:
-    """The file of a scenario: a path (relative to `folder`), or the name of one in the package."""
+    """Return the file of a scenario: a path (relative to `folder`), or the name of one in the package."""
     return find_shipped(name, scenario_folder(), "scenario", folder)
 
 
 def load_scenario(name: str, overrides: list[str] | None = None) -> Scenario:
-    """A scenario with overrides applied. Paths in it are absolute."""
+    """Load a scenario, with overrides applied. Paths in it are absolute."""
     path = find_scenario(name)
     tree = apply_overrides(_load_tree(path, 0), overrides or [])
     _find_traces(tree, Path())

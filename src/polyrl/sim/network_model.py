@@ -99,7 +99,7 @@ class NetworkModel:
         return self._next_at
 
     def rate_gbps(self, flow_id: int) -> float:
-        """The present rate of a flow; 0 when it is not here."""
+        """Return the present rate of a flow; 0 when it is not here."""
         self.next_change()
         flow = self._flows.get(flow_id)
         return 0.0 if flow is None else flow.rate / _BYTES_PER_GBIT
@@ -159,7 +159,7 @@ class NetworkModel:
         }
 
     def _links_of(self, flow: _Flow) -> list[tuple[str, str]]:
-        """The links that a flow uses, each with its direction."""
+        """Return the links that a flow uses, each with its direction."""
         here, there = self._nodes[flow.source].region, self._nodes[flow.sink].region
         return [] if here == there else [(here, "out"), (there, "in")]
 

@@ -107,7 +107,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def choices(workers: Sequence[int], factors: Sequence[float], staleness: Sequence[int]) -> list[Choice]:
-    """Every combination, once each, in the order of the table."""
+    """Return every combination, once each, in the order of the table."""
     return sorted({Choice(k, factor, n) for n in workers for factor in factors for k in staleness})
 
 
@@ -124,14 +124,14 @@ def num_warmup(steps: int, factor: float) -> int:
 
 
 def with_steps(scenario: Scenario, steps: int) -> Scenario:
-    """The scenario with so many steps, the first ones left out of what is measured."""
+    """Return the scenario with so many steps, the first ones left out of what is measured."""
     rounds = scenario.rounds
     factor = 1.0 if rounds.tail_batching == "off" else rounds.prompt_factor
     return replace(scenario, run=replace(scenario.run, steps=steps, warmup_steps=num_warmup(steps, factor)))
 
 
 def apply_choice(scenario: Scenario, choice: Choice, steps: int, supply: list[SupplyEvent] | None = None) -> Scenario:
-    """The scenario with a choice made. `supply` is the content of `supply.trace`, if it has one."""
+    """Return the scenario with a choice made. `supply` is the content of `supply.trace`, if it has one."""
     rounds = replace(scenario.rounds, tail_batching="off")
     if choice.factor > 1.0:
         rounds = replace(
@@ -246,7 +246,7 @@ def make_plan(scenario: Scenario, played: Sequence[PlanRow], prices: Sequence[fl
 
 
 def price(played: PlanRow, worker_price: float, trainer_price: float) -> PlanRow:
-    """A row as played, with dollars."""
+    """Return a row of what was played, with dollars."""
     usd_per_hour = trainer_price + played.usd_per_hour * worker_price + played.hosts_usd_per_hour
     mtok_per_hour = played.throughput_tok_s * _HOUR_S / _MILLION
     return replace(
@@ -266,7 +266,7 @@ def marginal_usd_per_mtok(fewer: PlanRow, more: PlanRow) -> float | None:
 
 
 def show_choice(row: PlanRow | Choice) -> str:
-    """A choice in words: `4 workers, factor 1.25, staleness 1`."""
+    """Return a choice in words: `4 workers, factor 1.25, staleness 1`."""
     return f"{_fleet_and_factor(row)}, {'on-policy' if row.staleness == 0 else f'staleness {row.staleness}'}"
 
 
@@ -352,7 +352,8 @@ def _counted(items: Iterable[_T], on_done: Callable[[int], None] | None) -> Iter
 
 
 def _hold_at_most(scenario: Scenario, most: int, trace: list[SupplyEvent] | None) -> Scenario:
-    """The scenario with never more than `most` remote workers; without a supply, exactly so many all the time."""
+    """Return the scenario with never more than `most` remote workers; without a supply, exactly so many all the
+    time."""
     fleet, supply = scenario.fleet, scenario.supply
     if not (supply.events or trace is not None or supply.market_mean_s is not None or fleet.join_at_s):
         return replace(scenario, fleet=replace(fleet, workers=most))

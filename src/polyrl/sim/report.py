@@ -76,7 +76,7 @@ def merge_rows(rows: dict[str, list[str | None]]) -> list[tuple[str, list[str | 
 
 
 def time_axis(total_s: Seconds, width: int) -> tuple[str, str]:
-    """A ruler of `width` characters, and the numbers under it."""
+    """Return a ruler of `width` characters, and the numbers under it."""
     unit = unit_for(total_s)
     ruler, labels = ["─"] * width, [" "] * width
     taken = 0
@@ -128,7 +128,7 @@ def timeline(sim: Simulation, width: int) -> Group:
 
 
 def saw_tooth(steps: Sequence[Measured], num_warmup: int, width: int) -> Group:
-    """A bar a step, its height the step's time; long rounds are marked."""
+    """Draw a bar a step, its height the step's time; long rounds are marked."""
     highest = max(step.step_s for step in steps)
     unit = unit_for(highest)
     marks = [
@@ -182,7 +182,7 @@ def speed_by_workers(steps: Sequence[Measured], width: int) -> Group | None:
 
 
 def summary(result: Result) -> Table:
-    """The table: what was measured, in plain words."""
+    """Return the table: what was measured, in plain words."""
     title = f"{result.scenario}, seed {result.seed}: {result.steps} steps in {show_seconds(result.virtual_s)}"
     if result.warmup_steps:
         title += f"; times, speed and dollars without the first {_steps(result.warmup_steps)}"
@@ -208,7 +208,7 @@ def whole_report(sim: Simulation, result: Result, width: int) -> Group:
 
 
 def row_order(name: str) -> tuple[bool, int, str]:
-    """The trainer's own first, then in the order of the grants: w2 before w10."""
+    """Return the key of an order: the trainer's own first, then in the order of the grants: w2 before w10."""
     digits = "".join(char for char in name if char.isdigit())
     return not is_local(name), int(digits) if digits else 0, name
 

@@ -173,7 +173,7 @@ class Measured(Struct, frozen=True):
 
 
 def measure_steps(sim: Simulation) -> list[Measured]:
-    """Every step of the run, the warm-up included."""
+    """Return every step of the run, the warm-up included."""
     steps: list[Measured] = []
     ended_at, tokens, usd = 0.0, 0, 0.0
     for line, tokens_now in zip(sim.lines, sim.tokens_at_step, strict=True):
@@ -190,7 +190,7 @@ def num_warmup_steps(sim: Simulation) -> int:
 
 
 def whole_periods(steps: list[Measured]) -> list[Measured]:
-    """The steps without the last ones that make no whole period: from one long round to the next."""
+    """Return the steps without the last ones that make no whole period: from one long round to the next."""
     longs = [index for index, step in enumerate(steps) if step.line.kind == "long"]
     if len(longs) < 2:
         return steps
@@ -199,7 +199,8 @@ def whole_periods(steps: list[Measured]) -> list[Measured]:
 
 
 def summarize(sim: Simulation, wall_s: float) -> Result:
-    """The result of a finished simulation that took `wall_s` seconds of this machine. Needs at least one step."""
+    """Return the result of a finished simulation that took `wall_s` seconds of this machine. Needs at least one
+    step."""
     warmup = num_warmup_steps(sim)
     ledger = sim.scheduler.desk.ledger
     steps = whole_periods(measure_steps(sim)[warmup:])
@@ -252,7 +253,7 @@ def to_json(result: Struct, *, indent: int = 2) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, linear between two."""
+    """Return the value below which `share` of them lie, linear between two."""
     return interpolate(list(enumerate(sorted(values))), share * (len(values) - 1))
 
 
@@ -314,7 +315,7 @@ def _workers(sim: Simulation, steps: list[Measured], total_s: Seconds) -> Worker
 
 
 def _useful(sim: Simulation, steps: list[Measured]) -> float:
-    """The scheduler's own rule, over all measured steps: what all engines generated, against what was trained."""
+    """Apply the scheduler's own rule over all measured steps: what all engines generated, against what was trained."""
     window = steps[0].line.trained_at - steps[0].step_s, steps[-1].line.trained_at
     generating = [seconds_by_activity(spans, *window).get("generating", 0.0) for spans in sim.timeline.rows.values()]
     times = StepTimes(

@@ -86,7 +86,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds between two reports of a worker's progress. Tokens not yet reported die with a worker."""
 
     def times(self, kv_tokens: int) -> EngineTimes:
-        """The constants of an engine whose cache holds so many tokens."""
+        """Return the constants of an engine whose cache holds so many tokens."""
         return EngineTimes(
             step_fixed_s=self.step_fixed_s,
             step_sample_s=self.step_sample_s,
@@ -208,7 +208,7 @@ class SimDomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Within-prompt correlation of lengths (Gaussian copula)."""
     reward: RewardSection = RewardSection()
     environment: SimEnvironmentSection | None = None
-    """What plays its samples as episodes of several calls; none: a sample is one answer."""
+    """The environment that plays its samples as episodes of several calls; none: a sample is one answer."""
 
     def __post_init__(self) -> None:
         check_quantiles("length_quantiles", self.length_quantiles)

@@ -148,7 +148,7 @@ def _number(cell: str, kind: type[float] | type[int], where: str, expected: str)
 def _levels(
     fleet: SimFleetSection, supply: SupplySection, seed: int, horizon_s: Seconds, trace: list[SupplyEvent] | None
 ) -> list[SupplyEvent]:
-    """The levels of the supply by its one source: the schedule, the trace or the market."""
+    """Return the levels of the supply by its one source: the schedule, the trace or the market."""
     named = {
         "events": bool(supply.events),
         "trace": supply.trace is not None,
@@ -165,7 +165,7 @@ def _levels(
 
 
 def _market(level: int, supply: SupplySection, mean_s: Seconds, seed: int, horizon_s: Seconds) -> list[SupplyEvent]:
-    """A new level after exponential times, each other level within the bounds as likely as the next."""
+    """Draw a new level after exponential times, each other level within the bounds as likely as the next."""
     levels: list[SupplyEvent] = []
     at_s = exponential(mean_s, seed, _GAP_STREAM, 0)
     while at_s <= horizon_s:
@@ -180,7 +180,7 @@ def _market(level: int, supply: SupplySection, mean_s: Seconds, seed: int, horiz
 
 
 def _machines(fleet: SimFleetSection, levels: list[SupplyEvent], horizon_s: Seconds) -> list[_Machine]:
-    """Every machine that is ever granted, with its moments."""
+    """Return every machine that is ever granted, with its moments."""
     machines = [_Machine(number, 0.0, 0.0) for number in range(1, fleet.workers + 1)]
     held = list(machines)
 

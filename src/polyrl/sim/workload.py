@@ -23,7 +23,6 @@ from polyrl.sim.scenario import SimDomainSection
 
 _PROMPT_STREAM = 0x10
 _SAMPLE_STREAM = 0x11
-_INTEGRATION_POINTS = 4096
 _LEAST = 1e-6
 """The least probability that is told from none."""
 _LARGEST_EXPONENT = 600.0
@@ -88,7 +87,8 @@ class _LengthCurve:
 
 
 def _length_before_cap(domain: SimDomainSection, points: list[tuple[float, float]], max_new_tokens: int) -> float:
-    """The longest answer that does not run into the cap whatever that is: how the tail goes on above `points`."""
+    """Return the longest answer that does not run into the cap whatever that is: how the tail goes on above
+    `points`."""
     last = points[-1][1] if points else 1.0
     if domain.tail == "clipped" and points:
         return last
@@ -138,15 +138,6 @@ class Workload:
         z = curve.of_prompt * normal(self._seed, _PROMPT_STREAM, domain, prompt)
         z += curve.of_sample * normal(self._seed, _SAMPLE_STREAM, domain, prompt, visit, index)
         return self._bounded(curve.tokens_at(z), step)
-
-    def mean_tokens(self, domain: int) -> float:
-        """Mean length of the domain's answers at step 0, the cap included."""
-        if self._rows is not None:
-            lengths = [self._bounded(length, 0) for row in self._rows[domain] for length in row.lengths]
-            return sum(lengths) / len(lengths)
-        curve = self._curves[domain]
-        probabilities = ((point + 0.5) / _INTEGRATION_POINTS for point in range(_INTEGRATION_POINTS))
-        return sum(self._bounded(curve.tokens_at(_score(p)), 0) for p in probabilities) / _INTEGRATION_POINTS
 
     def _bounded(self, natural: float | None, step: int) -> int:
         if natural is None:

@@ -38,7 +38,8 @@ def make_model(
 
 
 def demonstrate(problem: Problem, impatience: float, draws: random.Random) -> Demonstration:
-    """A solution, or the start of one and a guess: an equals sign where the next term should be, and a number."""
+    """Return a solution, or the start of one and a guess: an equals sign where the next term should be, and a
+    number."""
     for num_worked in range(len(problem.terms) - 1):
         if draws.random() < impatience:
             guess = max(1, sum(problem.terms) + draws.randint(-_WORST_GUESS, _WORST_GUESS))

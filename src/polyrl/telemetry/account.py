@@ -116,7 +116,7 @@ def read_account(path: Path | str, *, verify: bool = False) -> Account:
 
 
 class _Teller:
-    """A scheduler that hears it all again, and somebody who watches its fleet."""
+    """A scheduler that is told a journal's events again, and a watch on its fleet."""
 
     def __init__(self, header: JournalHeader, *, verify: bool) -> None:
         """`header` is that of the first journal."""

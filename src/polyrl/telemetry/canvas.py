@@ -29,13 +29,13 @@ class NoPlottingError(PolyrlError):
 
 
 def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
-    """An empty figure in our looks, without pyplot and its global state. Raises NoPlottingError."""
+    """Make an empty figure in our looks, without pyplot and its global state. Raises NoPlottingError."""
     figure, (axes,) = new_panels(width, height, 1)
     return figure, axes
 
 
 def new_panels(width: float, height: float, num_panels: int) -> "tuple[Figure, list[Axes]]":
-    """The same with several panels beside each other, which share their vertical axis."""
+    """Make the same with several panels beside each other, which share their vertical axis."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

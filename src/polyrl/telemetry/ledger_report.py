@@ -121,7 +121,7 @@ def _by_step(account: Account) -> list[tuple[int, float]]:
 
 
 def _per_mtok(account: Account) -> float | None:
-    """All dollars, also those of what was thrown away, through the tokens that were trained."""
+    """Divide all dollars, also those of what was thrown away, by the tokens that were trained."""
     kept = account.ledger.tokens_kept
     return sum(_dollars(account)) / kept * _MILLION if kept else None
 
@@ -130,7 +130,7 @@ def _per_mtok(account: Account) -> float | None:
 
 
 def as_text(account: Account, name: str, *, verified: bool) -> str:
-    """The table. `verified` adds what was checked."""
+    """Return the table as text. `verified` adds what was checked."""
     parts = [_title(account, name), account.caveat]
     if account.cut_short:
         parts.append(f"the journal ends inside a record, as a killed run leaves it: {account.cut_short}")

@@ -1,4 +1,4 @@
-"""Who was in a fleet, since when, doing what, at what price: watched while a journal is told again.
+"""The members of a fleet, since when, doing what, at what price: watched while a journal is told again.
 
 Rules kept here: a watcher only reads the scheduler's tables, after each event.
 """
@@ -93,7 +93,7 @@ class FleetWatcher:
         self._gone_at: dict[WorkerName, Seconds] = {}
         """The end of the last life of each name."""
         self._holders: dict[int, WorkerName] = {}
-        """Who holds each lease that was seen to begin."""
+        """The worker of each lease that was seen to begin."""
         self._seat_of: dict[WorkerName, int] = {}
         self._has_looked = False
 

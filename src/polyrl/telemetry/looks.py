@@ -72,7 +72,7 @@ _UNITS = (TimeUnit("s", 1.0), TimeUnit("min", 60.0), TimeUnit("h", 3600.0))
 
 
 def unit_for(total_s: Seconds) -> TimeUnit:
-    """The unit in which so long a time reads best: seconds to 10 minutes, minutes to 4 hours, then hours."""
+    """Return the unit in which a time reads best: seconds to 10 minutes, minutes to 4 hours, then hours."""
     if total_s <= 600:
         return _UNITS[0]
     return _UNITS[1] if total_s <= 4 * 3600 else _UNITS[2]
@@ -89,14 +89,14 @@ def nice_ticks(total: float, most: int) -> list[float]:
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration in the unit that fits it."""
+    """Return a duration in the unit that fits it."""
     if seconds < 600:
         return f"{seconds:,.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
     return f"{seconds / 60:,.0f} min" if seconds < 4 * 3600 else f"{seconds / 3600:,.1f} h"
 
 
 def show_tokens(num_tokens: float) -> str:
-    """A number of tokens in millions or thousands, or as it is."""
+    """Return a number of tokens in millions or thousands, or as it is."""
     if num_tokens >= 1e6:
         return f"{num_tokens / 1e6:,.1f} M"
     return f"{num_tokens / 1e3:,.1f} k" if num_tokens >= 10_000 else f"{num_tokens:,.0f}"

@@ -68,7 +68,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "actor/effective_sample_size",
         "share",
-        "of an update's samples: what they are worth as samples of the current policy (docs/concepts/rounds.md)",
+        "how many of an update's samples they are worth as samples of the current policy (docs/concepts/rounds.md)",
     ),
     Metric("actor/lr", "", "learning rate of the step's last update"),
     Metric(
@@ -94,7 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "critic/explained_variance",
         "share",
-        "of the returns' variance, what values at the step's start foretold; may be < 0",
+        "the part of the returns' variance that values at the step's start foretold; may be < 0",
     ),
     Metric("critic/grad_norm", "", "norm of the critic's gradient before it was clipped, mean over the step's updates"),
     Metric("critic/lr", "", "its learning rate"),
@@ -111,9 +111,11 @@ METRICS: tuple[Metric, ...] = (
         "time/step_total", "s", "from the end of the step before to the end of this one; validation is no part of it"
     ),
     Metric("time/step_generate", "s", "from the opening of the round to its last group"),
-    Metric("time/step_train", "s", "the trainer had a micro-batch in hand"),
-    Metric("time/step_save", "s", "the trainer was busy with making the step safe: log, and copy for a checkpoint"),
-    Metric("time/step_publish", "s", "the trainer was busy with offering the new weights"),
+    Metric("time/step_train", "s", "time in which the trainer had a micro-batch in hand"),
+    Metric(
+        "time/step_save", "s", "time in which the trainer was busy making the step safe: log, and copy for a checkpoint"
+    ),
+    Metric("time/step_publish", "s", "time in which the trainer was busy offering the new weights"),
     Metric("timing_s/step", "s", "alias of `time/step_total`"),
     Metric("timing_s/gen", "s", "alias of `time/step_generate`"),
     Metric("timing_s/update_actor", "s", "alias of `time/step_train`"),
@@ -121,20 +123,26 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "idle/trainer_share",
         "share",
-        "of the step: the trainer was ready to train and had nothing to; publishing and validating are no waiting",
+        "the part of the step in which the trainer had nothing to train; publishing and validation do not count",
     ),
-    Metric("idle/fleet_share", "share", "of the step: after the last remote answer, until its end"),
-    Metric("seeding/t_seed_s", "s", "the trainer's own devices generated for the step's round before they trained"),
+    Metric("idle/fleet_share", "share", "the part of the step after the last remote answer"),
+    Metric(
+        "seeding/t_seed_s", "s", "time in which the trainer's own devices generated for the round before they trained"
+    ),
     Metric("perf/throughput", "tokens/s", "tokens trained a second and device (ranks and workers), prompts included"),
     Metric("perf/throughput_all_gpus", "tokens/s", "tokens trained a second, prompts included"),
     Metric("perf/micro_batches", "", "packs that went through the model"),
     Metric("token/trained", "tokens", "answer tokens that entered the loss"),
     Metric("token/through_model", "tokens", "tokens that went through the model, prompts included"),
     Metric("sample/trained", "", "samples that entered the loss"),
-    Metric("sample/sequences", "", "training sequences of the step's samples; above their number, episodes branch"),
-    Metric("sample/masked", "", "samples not trained on, though compared with, for example cut at the cap"),
-    Metric("sample/left_out", "", "samples left out of the step: `algorithm.max_mismatch` (training-step.md)"),
-    Metric("group/trained", "", "groups that they belong to"),
+    Metric("sample/sequences", "", "training sequences of the step's samples; more than samples where episodes branch"),
+    Metric(
+        "sample/masked",
+        "",
+        "samples that others were compared with and that were not trained, such as those cut at the cap",
+    ),
+    Metric("sample/left_out", "", "samples left out of the step by `algorithm.max_mismatch` (training-step.md)"),
+    Metric("group/trained", "", "groups of samples that entered the loss"),
     Metric("rounds/kind", "", "`short` or `long`"),
     Metric("rounds/long", "", "1 for a long round, otherwise 0: for trackers that take numbers only"),
     Metric("rounds/groups", "", "groups trained"),
@@ -145,19 +153,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("fleet/useful", "", "remote workers that are worth holding, as the scheduler advises"),
     Metric("fleet/draft_rounds", "", "steps of builtin engines that verified drafts, as heard since the last line"),
     Metric("fleet/drafted_tokens", "tokens", "tokens of these drafts (speculation.md)"),
-    Metric("fleet/accepted_tokens", "tokens", "those of them that stood: each saved its sample a step"),
+    Metric("fleet/accepted_tokens", "tokens", "drafted tokens that were accepted: each saved its sample a step"),
     Metric("tokens/kept", "tokens", "answer tokens that the step took, those that `overlong` masks too"),
-    Metric("tokens/discarded/<cause>", "tokens", "thrown away since the step before; causes as in the ledger"),
+    Metric("tokens/discarded/<cause>", "tokens", "tokens thrown away since the step before; causes as in the ledger"),
     Metric("cost/usd_step", "$", "spent since the step before: the trainer's time and every worker's"),
     Metric("cost/usd_total", "$", "spent since the run began"),
-    Metric("cost/usd_per_mtok", "$", "the step's dollars through its answer tokens trained, a million"),
+    Metric("cost/usd_per_mtok", "$", "the step's dollars for a million answer tokens trained"),
     Metric(
         "bias/trained_mean_length",
         "tokens",
         "mean length of the answers that the step took, those that `overlong` masks too",
     ),
     Metric("bias/generated_mean_length", "tokens", "mean length of all answers of the round that ended by themselves"),
-    Metric("bias/inclusion_by_bin/<bin>", "share", "of the run's answers of 2^(bin-1) to 2^bin - 1 tokens: trained"),
+    Metric(
+        "bias/inclusion_by_bin/<bin>", "share", "the run's answers of 2^(bin-1) to 2^bin - 1 tokens that were trained"
+    ),
     Metric(
         "rollout/imposed_lengths",
         "",
@@ -167,7 +177,7 @@ METRICS: tuple[Metric, ...] = (
         "staleness/mean", "versions", "mean age of the answer tokens trained: 0 if the step's own version wrote all"
     ),
     Metric("staleness/max", "versions", "the oldest of them"),
-    Metric("staleness/tokens/<age>", "share", "of the answer tokens trained, those that are so many versions old"),
+    Metric("staleness/tokens/<age>", "share", "answer tokens trained that are so many versions old"),
     Metric(
         "staleness/allowed",
         "versions",
@@ -175,8 +185,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("staleness/alarm", "", "1 if the step raised the guard's alarm, otherwise 0"),
     Metric("staleness/mixed_samples", "share", "samples trained that more than one version wrote"),
-    Metric("run/breaks", "", "of the first step after a `--resume` with other settings: how many train it otherwise"),
-    Metric("run/changed", "", "the same step: which they are, with the values before and after"),
+    Metric(
+        "run/breaks", "", "in the first step after a `--resume` with other settings: how many of them change training"
+    ),
+    Metric("run/changed", "", "in the same step: these settings, with their values before and after"),
     Metric("weights/version", "", "the version that the step made"),
 )
 

@@ -91,7 +91,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, MetricValue]]:
-    """All whole lines of a file, also of one that is being written. Raises UserError with file and line."""
+    """Return all whole lines of a file, also of one that is being written. Raises UserError with file and line."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -100,7 +100,8 @@ def read_metrics(path: Path) -> list[dict[str, MetricValue]]:
 
 
 def read_steps(path: Path) -> list[dict[str, MetricValue]]:
-    """The lines of steps. A line with nothing but validation is that of the last version, which no step starts from."""
+    """Return the lines of steps. A line with nothing but validation is that of the last version, which no step starts
+    from."""
     return [line for line in read_metrics(path) if _is_of_a_step(line)]
 
 
@@ -234,7 +235,7 @@ def _share(seconds: float, whole_s: float) -> float:
 
 
 def with_aliases(metrics: Metrics) -> dict[str, MetricValue]:
-    """The same, and what users know from elsewhere under the names that they know."""
+    """Return the same, and what users know from elsewhere under the names that they know."""
     return {**metrics, **{alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}}
 
 

@@ -85,7 +85,7 @@ def reward_figure(runs: Sequence[DrawnRun]) -> "Figure | None":
 
 
 def reward_cost_figure(runs: Sequence[DrawnRun]) -> "Figure | None":
-    """The same against seconds, and against dollars where the run costs any."""
+    """Draw the same against seconds, and against dollars where the run costs any."""
     by_time = [(run, _known((one.ended_s, one.reward) for one in run.steps)) for run in runs]
     by_usd = [(run, _known((one.usd, one.reward) for one in run.steps)) for run in runs]
     by_time = [(run, points) for run, points in by_time if points]
@@ -143,7 +143,7 @@ def _about_curve(shown: Sequence[tuple[DrawnRun, Sequence[tuple[float, float]]]]
 
 
 def steps_figure(run: DrawnRun) -> "Figure | None":
-    """A bar a step, by its kind; dots are the rollout and the training in it."""
+    """Draw a bar a step, by its kind; dots are the rollout and the training in it."""
     steps = [one for one in run.steps if one.step_s is not None]
     if not steps:
         return None
@@ -175,7 +175,7 @@ def steps_figure(run: DrawnRun) -> "Figure | None":
 
 
 def longest_figure(runs: Sequence[DrawnRun]) -> "Figure | None":
-    """The longest answer trained in each step; of one run coloured by the kind of round, else by run."""
+    """Draw the longest answer trained in each step; of one run coloured by the kind of round, else by run."""
     curves = [(run, [one for one in run.steps if one.longest is not None]) for run in runs]
     shown = [(run, steps) for run, steps in curves if steps]
     if not shown:

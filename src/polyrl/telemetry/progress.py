@@ -138,7 +138,7 @@ class Progress:
         self.say(line)
 
     def say(self, text: str | Text) -> None:
-        """A line that stays, above the display."""
+        """Print a line that stays, above the display."""
         self._console.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
 
     def _draw(self) -> Group:
@@ -153,7 +153,7 @@ class Progress:
 
 
 def render(view: RunView, width: int, now: Seconds) -> Group:
-    """The display, no line of it wider than `width`."""
+    """Render the display, no line of it wider than `width`."""
     lines = [_head(view, now), *_reward(view, width), *_round(view, width, now), *_workers(view, width)]
     lines += [_labelled("trainer", Text(view.phase))] if view.phase else []
     lines += [
@@ -199,7 +199,7 @@ def _reward(view: RunView, width: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values, as many as fit, between the lowest and the highest of them."""
+    """Draw the last values, as many as fit, between the lowest and the highest of them."""
     shown = values[-width:]
     low, high = min(shown), max(shown)
     span = high - low

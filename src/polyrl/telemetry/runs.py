@@ -127,7 +127,7 @@ def _number(values: dict[str, MetricValue], name: str) -> float | None:
 
 
 def row_order(account: Account) -> list[str]:
-    """The trainer's own first, then as they came."""
+    """Order workers: the trainer's own first, then as they came."""
     local = {life.worker for life in account.lives if life.local}
     came = {life.worker: number for number, life in reversed([*enumerate(account.lives)])}
     return sorted(account.timeline.rows, key=lambda name: (name not in local, came.get(name, -1)))  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def _account(path: Path, say: Say) -> Account:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart; the same path twice has a number."""
+    """Return the last parts of the paths, as many as tell them apart; the same path twice has a number."""
     parts = [path.resolve().parts for path in paths]
     names = ["" for _ in paths]
     for num_parts in range(1, max(len(one) for one in parts) + 1):

@@ -1,7 +1,7 @@
 """Answers of a step as a table, for trackers that show tables.
 
-Rules kept here: a table has a few answers, from the lowest reward to the highest, and of long texts the ends. What a
-model wrote is text in every tracker: nothing in it becomes markup.
+Rules kept here: a table has a few answers, from the lowest reward to the highest, and of long texts the ends. A model's
+words are text in every tracker: nothing in it becomes markup.
 """
 
 import html

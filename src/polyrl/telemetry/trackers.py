@@ -147,7 +147,8 @@ def open_trackers(
     recipe: Mapping[str, Any] | None = None,
     own: Sequence[Own] = (),
 ) -> Trackers:
-    """The places that a run's metrics go to. `first_step` is where it goes on, `recipe` what W&B shows as its config.
+    """Open the places that a run's metrics go to. `first_step` is where it goes on, `recipe` what W&B shows as its
+    config.
 
     Raises UserError if the run's directory cannot be written to, or a library is missing.
     """

@@ -34,7 +34,7 @@ class TrainSegment(NamedTuple):
 
 
 class TrainSample(NamedTuple):
-    """A training sequence. What it has for each token, it has for drawn tokens alone."""
+    """A training sequence. Its lists have an entry for each drawn token, and none for given ones."""
 
     prompt: TokenIds
     answer: TokenIds

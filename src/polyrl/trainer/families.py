@@ -159,8 +159,8 @@ def _rows(loaded: Loaded) -> str:
 
 
 def _may_be_packed(model: Any, config: Any) -> bool:
-    """Return whether it is worth trying. What a mask alone tells layers, beside which tokens are earlier, our attention
-    would not know."""
+    """Return whether it is worth trying. Anything that a mask alone tells layers, beside which tokens are earlier, our
+    attention would not know."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     masks = kinds or any(getattr(config, key, None) for key in _OWN_MASKS)
     takes = inspect.signature(model.base_model.forward).parameters

@@ -1,7 +1,7 @@
 """Packs samples into micro-batches by tokens: no padding, every sample whole, no attention across samples.
 
-A sample here is a training sequence (batch.py). One that is longer than a pack gets a pack of its own. Tokens that an
-environment gave have rows, which later tokens attend to, and nothing is predicted for them.
+A sample here is a training sequence (batch.py). A sequence that is longer than a pack gets a pack of its own. Tokens
+that an environment gave have rows, which later tokens attend to, and nothing is predicted for them.
 
 Several ranks run passes together. In each pass every rank has one pack, all with about the same number of tokens, since
 each layer waits for the slowest rank. A rank left without a pack gets a *spare* one, of the shortest sample, which

@@ -131,7 +131,7 @@ class FarReplica:
         await self.tell(Add(encode_groups(groups), first))
 
     def stop(self, timeout_s: float) -> None:
-        """Tell it to end, once. One that is gone, or does not hear within this time, is no error."""
+        """Tell it to end, once. A replica that is gone, or does not hear within this time, is no error."""
         is_at_work = self._pending is not None and not self._pending.done()  # then it waits for others within a step
         if is_at_work or self._is_stopped:
             return

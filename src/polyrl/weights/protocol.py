@@ -82,7 +82,6 @@ class Code(IntEnum):
     """The blob is not held here, or not any more."""
     NOT_YET = 4
     """The blob is on its way here, and these chunks have not arrived."""
-    BUSY = 5
 
 
 Limits = Mapping[FrameKind, tuple[int, int]]

@@ -156,7 +156,7 @@ class WeightPull:
                 source.close()
         self._sources = [source for source in self._sources if source.address != address]
 
-    # Who answers.
+    # Sources that answer.
 
     def _scout(self, addresses: Sequence[str], deadline: float) -> list[Contact]:
         """Ask all addresses at once. If a source has several, `number` decides which one is used."""

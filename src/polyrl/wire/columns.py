@@ -76,7 +76,7 @@ def view_cells(cells: bytes | bytearray | memoryview) -> Any:
 
 
 def tokens_of(cells: bytes | bytearray | memoryview) -> bytes:
-    """The token ids alone, packed."""
+    """Return the token ids alone, packed."""
     return view_cells(cells)["token"].tobytes()
 
 
@@ -135,7 +135,7 @@ class Vocabulary:
         self._empty = tuple(range(self._place + 1, 4))
 
     def holds(self, cells: bytes) -> bool:
-        """Whether all ids of these cells are its own. Numpy takes longer than bytes do where cells are few."""
+        """Return whether all ids of these cells are its own. Numpy takes longer than bytes do where cells are few."""
         if len(cells) > _FEW_CELLS * CELL_BYTES or cells[self._place :: CELL_BYTES].translate(None, self._surely_below):
             return bool(_most(np.frombuffer(cells, _UNSIGNED)[::2]) < self.size)  # below 0 is a large number here
         for place in self._empty:  # noqa: SIM110  a generator takes twice as long

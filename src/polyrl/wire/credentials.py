@@ -46,17 +46,18 @@ class AccessTokens:
         return fits[-1] if fits else None
 
     def weights_key(self) -> str:
-        """The run's key for weights, the same after a restart of the manager. It reveals nothing about the tokens."""
+        """Return the run's key for weights, the same after a restart of the manager. It reveals nothing about the
+        tokens."""
         return weights_key_of(self._tokens["worker"].decode()).hex()
 
 
 def weights_key_of(worker_token: str) -> bytes:
-    """The key by which those that serve and fetch a run's weights know each other."""
+    """Return the key by which those that serve and fetch a run's weights know each other."""
     return hmac.digest(worker_token.encode(), b"polyrl weights", "sha256")
 
 
 def ensure_tokens(run_dir: Path) -> AccessTokens:
-    """The run's tokens; made, readable by their owner alone, if they are not there."""
+    """Return the run's tokens; made, readable by their owner alone, if they are not there."""
     return AccessTokens({scope: _ensure(run_dir / name) for scope, name in TOKEN_FILES.items()})
 
 
@@ -95,7 +96,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def token_of(header: str | None) -> str:
-    """The token of an Authorization header; empty if there is none."""
+    """Return the token of an Authorization header; empty if there is none."""
     scheme, _, token = (header or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 

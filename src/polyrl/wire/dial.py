@@ -192,7 +192,7 @@ class Dialer:
 
 
 def _share_in(headers: Mapping[str, str]) -> float | None:
-    """How much of its run a manager says that it has read."""
+    """Return how much of its run a restarted manager has read, by its own word."""
     try:
         share = float(headers.get(READ_HEADER, "nan"))
     except ValueError:
@@ -230,7 +230,7 @@ def _error_in(content: bytes) -> str | None:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a manager's URL is of this machine alone."""
+    """Return whether a manager's URL is of this machine alone."""
     return is_loopback_host(urlsplit(url).hostname or "")
 
 

@@ -41,7 +41,7 @@ class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
 
 def length_of(sample: SampleId, imposed: ImposedLengths, cap: int) -> int:
-    """How many tokens the sample's answer has."""
+    """Return how many tokens the sample's answer has."""
     if imposed.lengths:
         return min(cap, imposed.lengths[index_of(sample) % len(imposed.lengths)])
     rho = imposed.correlation
@@ -54,5 +54,5 @@ def length_of(sample: SampleId, imposed: ImposedLengths, cap: int) -> int:
 
 
 def _draw(stream: int, number: int) -> float:
-    """A standard normal number."""
+    """Draw a standard normal number."""
     return _NORMAL.inv_cdf(((mix64(stream, number) >> 11) + 0.5) / (1 << 53))

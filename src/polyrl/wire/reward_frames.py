@@ -157,7 +157,7 @@ class RewardFleet(Frame, frozen=True, tag="reward_fleet"):
 
 
 class WorkerAnswered(Frame, frozen=True, tag="worker_answered"):
-    """What a reward worker said. The manager vouches for who said it, and for nothing else."""
+    """A frame of a reward worker, passed on. The manager vouches for the sender, and for nothing else."""
 
     worker: str
     life: str

@@ -520,7 +520,7 @@ class WorkerAgent:
             await self._send(frame)
 
     async def _announce(self) -> None:
-        """A version is known to the manager before any token of it is, and an outage before the ends that it brings."""
+        """Tell of a version before any token of it, and of an outage before the ends that it brings."""
         was_down, num_outages = bool(self._down), self._num_outages
         self._look_at_engine()
         if self._num_outages > num_outages and not was_down:
@@ -533,7 +533,7 @@ class WorkerAgent:
             await self._send(frames.Installed(version, self._installer.digest))
 
     def _look_at_engine(self) -> None:
-        """An engine that was down runs what it ran at its start."""
+        """Note outages. After one, the engine runs the version that it ran at its start."""
         stats = self._engine.stats()
         self._down = stats.down[:2000]
         if stats.num_outages > self._num_outages and self._info is not None:

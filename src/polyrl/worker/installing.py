@@ -113,7 +113,7 @@ class Installer:
             await self._answer(frames.Installed(version, pull.digest))
 
     async def _fetch(self, version: Version, pull: frames.PullOrder, break_off: threading.Event) -> Weights:
-        """The version's weights in this machine's memory, verified; nothing where versions are only numbers."""
+        """Fetch the version's weights into this machine's memory, verified; nothing where versions are only numbers."""
         if not pull.digest:
             return Weights(version)
         if self.peer is None:

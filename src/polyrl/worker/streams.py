@@ -90,7 +90,7 @@ class LeaseBook:
         return running
 
     def take_frame(self) -> NewTokens | None:
-        """The next frame to send, or None when nothing is left to say."""
+        """Return the next frame to send, or None when nothing is left to say."""
         if not self._changed:
             return None
         self._seq += 1
@@ -128,13 +128,13 @@ class LeaseBook:
         )
 
     def acknowledge(self, seq: int) -> None:
-        """All frames up to this one are safe: leases that ended in them are over."""
+        """Note that all frames up to this one are safe: leases that ended in them are over."""
         over = [one for one, stream in self._streams.items() if stream.end_seq is not None and stream.end_seq <= seq]
         for lease in over:
             self.drop(lease)
 
     def hello(self) -> bytes:
-        """The leases that we hold, packed."""
+        """Return the leases that we hold, packed."""
         return columns.pack_column("<u8", list(self._streams))
 
     def welcome(self, held: Iterable[HeldLease]) -> list[LeaseId]:

@@ -163,7 +163,8 @@ def attend(
     step: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim).
+    """Attend, as the function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows,
+    dim).
 
     The caller of the model says how, by one of three keywords: `pack` as a trainer does, `paged` over the blocks of a
     cache on the CPU, `step` on a GPU; without any, as torch does.
@@ -297,7 +298,7 @@ def _mask(part: Rows, window: int | None, group: int, query: Tensor) -> Tensor:
 
 
 def go_on(part: Rows) -> None:
-    """The next step of a burst: every context is a token longer."""
+    """Go on to the next step of a burst: every context is a token longer."""
     part.last.add_(1)
     for window, mask in part.masks.items():
         of_rows = mask.view(part.num, part.padded)
@@ -308,7 +309,8 @@ def go_on(part: Rows) -> None:
 
 
 def _weigh(weights: Tensor, values: Tensor) -> Tensor:
-    """The sum of the values by weight: piece by piece from the first, since what follows a context weighs nothing."""
+    """Return the sum of the values by weight: piece by piece from the first, since what follows a context weighs
+    nothing."""
     if weights.shape[2] <= PIECE:
         return torch.bmm(weights, values)
     out = torch.bmm(weights[:, :, :PIECE], values[:, :PIECE])

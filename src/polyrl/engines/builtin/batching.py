@@ -182,7 +182,7 @@ class Batching:
         return decoding
 
     def computed(self, chunks: Iterable[Chunk]) -> None:
-        """The step was run."""
+        """Note that the step was run."""
         cache = self._cache
         block_tokens = cache.block_tokens
         for member, start, count, _ in chunks:
@@ -197,13 +197,13 @@ class Batching:
                 cache.publish_tail(member.tokens, member.blocks, end - 1)
 
     def recompute_all(self) -> None:
-        """The weights changed, and nothing computed under the old ones is to be used: all begin anew, in order."""
+        """Begin all samples anew, in order: nothing that was computed under the former weights is to be used."""
         for member in reversed(list(self._running.values())):
             self._send_back(member)
         self._cache.forget()
 
     def _make_room(self) -> None:
-        """A block for each that decodes across the end of its last; the newest make way for the others."""
+        """Give a block to each sample that decodes across the end of its last; the newest make way for the others."""
         block_tokens = self._cache.block_tokens
         for member in [one for one in self._running.values() if not one.num_computed % block_tokens]:
             while member.blocks and not self._cache.extend(member.blocks, len(member.tokens)):
@@ -273,7 +273,7 @@ class Batching:
         return cached, copied, member.tail if member.tail and not is_whole else None
 
     def _count(self, member: Member, start: int, budget: int) -> int:
-        """How many tokens from `start` are prefilled in this step."""
+        """Return how many tokens from `start` are prefilled in this step."""
         num_left = len(member.tokens) - start
         if not self._border_tokens:
             return min(num_left, budget)

@@ -168,7 +168,7 @@ def window_of(attention: Any) -> int | None:
 
 
 def _gives_numbers(attention: Any) -> bool:
-    """Whether the value projection is finite. The cache drops NaN values, so a row would not show them."""
+    """Return whether the value projection is finite. The cache drops NaN values, so a row would not show them."""
     return all(bool(one.isfinite().all()) for one in attention.v_proj.parameters())
 
 
@@ -208,7 +208,7 @@ def _is_plain(model: Any) -> bool:
 
 
 def _is_plain_layer(layer: Any) -> bool:
-    """Whether all projections are plain linear layers, without an adapter."""
+    """Return whether all projections are plain linear layers, without an adapter."""
     attention, mlp = layer.self_attn, layer.mlp
     groups = (
         [attention.q_proj, attention.k_proj, attention.v_proj],

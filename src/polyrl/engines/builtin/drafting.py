@@ -159,14 +159,14 @@ class Drafts:
         self._make_room()
 
     def extend(self, lease: LeaseId, tokens: Sequence[int]) -> None:
-        """A running sample that is followed got more tokens."""
+        """Add tokens to a running sample that is followed."""
         own = self._pool_of[lease].running[lease]
         own.tokens.extend(tokens)
         self.num_tokens += len(tokens)
         self._index(own, len(tokens))
 
     def remember(self, lease: LeaseId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """A sample ended. `tokens` are its prompt and its answer."""
+        """Remember a sample that ended. `tokens` are its prompt and its answer."""
         if lease in self._pool_of:
             self._follow_one(lease, prompt, tokens)
             self._retire(lease)
@@ -291,7 +291,7 @@ class Drafts:
 
 
 def _match(own: "array[int]", other: "array[int]", at: int) -> int:
-    """How many tokens before `at` are the last of `own`. The last gram is."""
+    """Return how many tokens before `at` are the last of `own`: those of the last gram at least."""
     most = min(MAX_MATCH, len(own), at)
     num = GRAM
     while num < most and own[-1 - num] == other[at - 1 - num]:

@@ -38,7 +38,7 @@ class Ending(NamedTuple):
         return len(new), None
 
     def is_over(self, answer: list[int]) -> bool:
-        """Whether its last token ends it."""
+        """Return whether its last token ends it."""
         if answer[-1] in self.ids:
             return True
         if not self.stops:

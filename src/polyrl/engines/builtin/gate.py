@@ -122,7 +122,7 @@ class Gate:
         self.watched_s += seconds
 
     def state(self) -> dict[str, float]:
-        """What decisions rest on, rounded, for checks."""
+        """Return what decisions rest on, rounded, for checks."""
         told = {"elapsed_s": self.elapsed_s, "lost_s": self.lost_s, "watched_s": self.watched_s}
         told |= {"accepted": self._accepted, "seen": self._num_seen}
         told |= {f"step_{num}_s": took for num, took in self._decoding_s.items()}
@@ -132,7 +132,7 @@ class Gate:
     # Decisions
 
     def should_begin(self, num_samples: int) -> bool:
-        """Whether a burst of rounds should follow, with this many samples."""
+        """Return whether a burst of rounds should follow, with this many samples."""
         if num_samples > MAX_SAMPLES:
             return False
         if self._always:
@@ -148,11 +148,11 @@ class Gate:
         return True
 
     def may_watch(self) -> bool:
-        """Whether drafts may be compared with what the next burst decodes."""
+        """Return whether drafts may be compared with what the next burst decodes."""
         return self.watched_s <= WATCHED * self.elapsed_s
 
     def should_go_on(self, num_samples: int) -> bool:
-        """Whether another round should follow the last."""
+        """Return whether another round should follow the last."""
         if self._always:
             return True
         decoding_s = self._decoding_s.get(num_samples)
@@ -161,12 +161,12 @@ class Gate:
         return self._gain(num_samples, decoding_s) >= 1.0
 
     def _gain(self, num_samples: int, decoding_s: float) -> float:
-        """The speed of rounds, as expected, over that of decoding."""
+        """Return the speed of rounds, as expected, over that of decoding."""
         round_s = self._mean_round_s.get(num_samples, decoding_s * (1 + _ROW_COST * ROWS[1]))
         return (1 + self._accepted) * decoding_s / round_s
 
     def rows(self, drafts: Sequence[Draft]) -> int:
-        """The number of rows of each sample that promises most tokens a second."""
+        """Return the number of rows of each sample that promises most tokens a second."""
         num_samples = len(drafts)
         longest = max(len(one.tokens) for one in drafts)
         best, chosen = 0.0, ROWS[0]
@@ -180,7 +180,7 @@ class Gate:
         return chosen
 
     def _time_of(self, num_samples: int, rows: int) -> float:
-        """The time of a round, measured or assumed from others."""
+        """Return the time of a round, measured or assumed from others."""
         known = self._round_s.get((num_samples, rows))
         if known is not None:
             return known
@@ -191,7 +191,7 @@ class Gate:
         return decoding_s * (1 + _ROW_COST * rows)
 
     def _expected(self, draft: Draft, most: int) -> float:
-        """How many of the first `most` tokens of the draft will be right."""
+        """Return how many of the first `most` tokens of the draft will be right."""
         if not draft.tokens:
             return 0.0
         kind = _kind(draft)
@@ -207,5 +207,5 @@ def _kind(draft: Draft) -> int:
 
 
 def _blend(known: float | None, new: float) -> float:
-    """A mean of recent measurements, of which none counts as less than half or more than twice the mean."""
+    """Return a mean of recent measurements, of which none counts as less than half or more than twice the mean."""
     return new if known is None else known + _NEW * (min(max(new, known / 2), known * 2) - known)

@@ -67,7 +67,8 @@ class ModelInstaller:
 
 
 def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> StagedTensors:
-    """A version in this machine's memory. `held` is the digest of what the model is now. Raises NotOfThisModel."""
+    """Stage a version from this machine's memory. `held` is the digest of what the model is now. Raises
+    NotOfThisModel."""
     changed = copy.changed if held and copy.base == held else None
     try:
         pairs = tensors.pair_up(loaded.model.state_dict(), copy.manifest.layout, copy.view, changed)
@@ -93,7 +94,7 @@ def stage_adapter(loaded: Loaded, copy: HostCopy, base: Base, *, changed_only: b
 
 
 def stage_folder(loaded: Loaded, folder: str, dtype: str) -> StagedTensors:
-    """A version in a Hugging Face directory. Raises EngineError."""
+    """Stage a version from a Hugging Face directory. Raises EngineError."""
     its: Any = models.load(folder, dtype, "cpu").model
     why_not = model_config.why_another(loaded.model.config, its.config)
     if why_not:

@@ -198,7 +198,7 @@ class KvCache:
         return True
 
     def _find_room(self) -> int:
-        """An empty block, the last used first; if there is none, an idle one."""
+        """Return an empty block, the last used first; if there is none, an idle one."""
         if self._empty:
             return self._empty.pop()
         if len(self._keys) == self.num_blocks:
@@ -256,7 +256,7 @@ class KvCache:
 
 
 def _chain(parent: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-    """The keys of whole blocks that follow `parent`."""
+    """Return the keys of whole blocks that follow `parent`."""
     raw = array("q", tokens).tobytes()
     num_bytes = 8 * block_tokens
     keys: list[bytes] = []

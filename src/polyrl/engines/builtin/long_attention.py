@@ -25,7 +25,7 @@ _backward_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 
 
 def can_attend(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether cuDNN has it: half precision on a GPU of compute capability 8.0 or newer, heads of at most 128."""
+    """Return whether cuDNN has it: half precision on a GPU of compute capability 8.0 or newer, heads of at most 128."""
     if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return False
     is_new = torch.cuda.get_device_capability() >= (8, 0)

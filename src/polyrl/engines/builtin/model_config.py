@@ -187,13 +187,13 @@ def read_object(folder: str, name: str) -> dict[str, Any]:
 
 
 def slides(config: Any) -> bool:
-    """Whether a layer has a sliding window."""
+    """Return whether a layer has a sliding window."""
     kinds = getattr(config, "layer_types", None)
     return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
 
 
 def why_another(ours: Any, theirs: Any) -> str:
-    """Which setting makes a model compute something else with the same weights; empty when none does."""
+    """Return which setting makes a model compute something else with the same weights; empty when none does."""
     for key in _COMPUTED_BY:
         one, other = getattr(ours, key, None), getattr(theirs, key, None)
         if one != other:

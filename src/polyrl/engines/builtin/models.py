@@ -102,7 +102,7 @@ def load_weights(folder: str, config: Any, dtype: str, device: str, attends: str
 
 
 def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Whether these tensors are those of config.json, by name and shape; no weight is read. Raises EngineError."""
+    """Check that these tensors are those of config.json, by name and shape; no weight is read. Raises EngineError."""
     config = load_config(folder, any_family=True)
     if config.architectures[0] in _RENAMED:
         return
@@ -164,7 +164,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def find_tokenizer(folder: str) -> Any:
-    """The directory's tokenizer; None when there is none, or none that can be used."""
+    """Return the directory's tokenizer; None when there is none, or none that can be used."""
     try:
         return load_tokenizer(folder)
     except EngineError as error:
@@ -199,7 +199,7 @@ def _check_types(folder: str) -> None:
 
 
 def _check_tensors(folder: str, report: dict[str, Any]) -> None:
-    """A mismatched key comes with its two shapes."""
+    """Check keys. A mismatched one comes with its two shapes."""
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         found = sorted(one if isinstance(one, str) else one[0] for one in report.get(what) or ())
         if found:

@@ -179,7 +179,7 @@ _TAKES: frozenset[str] = frozenset()
 
 
 def find_flash() -> bool:
-    """Whether torch has varlen attention, looked up before anything is compiled."""
+    """Return whether torch has varlen attention, looked up before anything is compiled."""
     global _VARLEN, _TAKES  # noqa: PLW0603
     if _VARLEN is None:
         try:
@@ -192,7 +192,7 @@ def find_flash() -> bool:
 
 
 def has_windows() -> bool:
-    """Whether torch's varlen attention can leave out what is too far back."""
+    """Return whether torch's varlen attention can leave out what is too far back."""
     return find_flash() and "window_size" in _TAKES
 
 

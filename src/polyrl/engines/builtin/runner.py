@@ -179,7 +179,7 @@ class Runner:
 
     @torch.inference_mode()
     def verify(self, samples: Sequence[Drafted], rows: int) -> list[Drawn]:
-        """A draft's rows attend as a chunk's do, so each has the bits that it would have alone."""
+        """Verify drafts. A draft's rows attend as a chunk's do, so each has the bits that it would have alone."""
         order = sorted(range(len(samples)), key=lambda number: len(samples[number].tokens))
         lined_up = [samples[number] for number in order]
         parts: list[Rows] = []
@@ -262,7 +262,7 @@ class Runner:
         return Rows(first, len(last), len(its), padded, gather, torch.from_numpy(last).unsqueeze(1), {})
 
     def _lay_out_decoding(self, chunks: Sequence[Chunk], num_steps: int) -> "_Decoding":
-        """The longest contexts first: they are told apart by their lengths at the burst's end."""
+        """Lay the longest contexts out first: they are told apart by their lengths at the burst's end."""
         starts = np.array([start for _, start, _, _ in chunks], np.int64)
         grains = -(-(starts + num_steps) // GRAIN)
         chunk_of_row = np.argsort(-grains, kind="stable")

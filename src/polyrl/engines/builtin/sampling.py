@@ -84,7 +84,7 @@ def draw(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def _cut(weights: Tensor, draws: Draws) -> Tensor:
-    """Where each row's number falls in its cumulative distribution, after truncation.
+    """Return where each row's number falls in its cumulative distribution, after truncation.
 
     Found in two goes, the stretch and then the place in it: a running sum of the whole vocabulary takes ten times as
     long. Never a token without weight.

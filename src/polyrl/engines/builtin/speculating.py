@@ -76,7 +76,7 @@ class Speculation:
         return Speculation(config.draft_tokens, always=config.speculation == "always")
 
     def gate_state(self) -> dict[str, float]:
-        """What the gate decides by, for checks."""
+        """Return what the gate decides by, for checks."""
         return self._gate.state()
 
     # Between steps
@@ -86,7 +86,7 @@ class Speculation:
         self._drafts.remember(member.lease, member.data.job.prompt, member.tokens)
 
     def should_begin(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the next burst should verify drafts. If not, drafts are compared with what it decodes.
+        """Return whether the next burst should verify drafts. If not, drafts are compared with what it decodes.
 
         All chunks decode.
         """

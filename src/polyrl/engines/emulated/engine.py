@@ -148,7 +148,7 @@ class EmulatedEngine:
             await asyncio.wait([self._teller])
 
     def _now(self) -> Seconds:
-        """The engine's clock. It stands while the process is stopped, as a real engine would."""
+        """Return the engine's clock. It stands while the process is stopped, as a real engine would."""
         at = time.monotonic()
         self._clock += min(at - self._looked_at, _LONGEST_LOOK_S) * self._config.speedup
         self._looked_at = at
@@ -241,7 +241,7 @@ def _model_of(config: EmulatedConfig) -> EngineModel:
 
 
 def _open_tally(path: str) -> Any:
-    """A number in a file that is shared with the disk: it outlives the process."""
+    """Open a number in a file that is shared with the disk: it outlives the process."""
     try:
         return np.memmap(path, np.int64, "r+" if Path(path).exists() else "w+", shape=(1,))
     except (OSError, ValueError) as error:

@@ -121,7 +121,7 @@ def _splitmix64(key: Any, position: Any) -> Any:
 
 
 def read_lengths(path: str) -> list[int]:
-    """The lengths of a trace, a whole number a line. Raises ConfigError with the file and the line."""
+    """Return the lengths of a trace, a whole number a line. Raises ConfigError with the file and the line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -15,6 +15,6 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user that the process at the other end runs under."""
+    """Return the user that the process at the other end runs under."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(raw)[1]

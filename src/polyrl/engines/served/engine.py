@@ -111,7 +111,8 @@ class ServedEngine:
         return Version(int(label)) if label.isdecimal() else self._base
 
     def _version_at_start(self, label: str) -> Version | None:
-        """A version that others installed in a server that runs already may be of any run: it counts as none."""
+        """Return the version that the server starts with; none for one that others installed in it, which may be of any
+        run."""
         version = self._version_of(label)
         if self.is_attached and version != self._base:
             log.warning(

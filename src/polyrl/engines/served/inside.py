@@ -94,7 +94,8 @@ def _install(offer: dict[str, Any], fd: int, model: torch.nn.Module, load: LoadT
 
 
 def _load(offer: dict[str, Any], fd: int, load: LoadTensors) -> "weakref.ref[mmap.mmap]":
-    """The mapping is not closed, which would pull it away from under a tensor: it goes with the last of them."""
+    """Load the weights from the mapping. It is not closed, which would pull it away from under a tensor: it goes with
+    the last of them."""
     mapped = mmap.mmap(fd, max(offer["num_bytes"], 1), prot=mmap.PROT_READ)
     load(_tensors(offer, memoryview(mapped)))
     if torch.cuda.is_available():
@@ -127,7 +128,8 @@ def _misfit(offer: dict[str, Any], fd: int, rank: Rank, model: torch.nn.Module) 
 
 
 def _is_slice(ours: torch.Tensor, shape: list[int], num_slices: int) -> bool:
-    """Whether a table or a vector may be a rank's part of one of that shape. A table's rows are cut, and padded."""
+    """Return whether a table or a vector may be a rank's part of a tensor of that shape. A table's rows are cut, and
+    padded."""
     if ours.dim() != len(shape):
         return False
     if ours.dim() == 1:

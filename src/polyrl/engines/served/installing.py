@@ -304,7 +304,7 @@ def shard_of(layout: Layout, name: str, rank: int, num_ranks: int, multiple: int
 
 
 def compare(answers: Iterable[RankInstalled], layout: Layout, view: View) -> int:
-    """How many parameters could be compared, over all ranks. Raises EngineError for one that is wrong."""
+    """Return how many parameters could be compared, over all ranks. Raises EngineError for one that is wrong."""
     num_compared = 0
     for answer in answers:
         for name, head in answer.heads.items():
@@ -318,7 +318,7 @@ def compare(answers: Iterable[RankInstalled], layout: Layout, view: View) -> int
 
 
 def _head(shard: Shard, version: memoryview) -> bytes:
-    """The first bytes of a rank's slice."""
+    """Return the first bytes of a rank's slice."""
     num_bytes = min(HEAD_BYTES, shard.num_bytes)
     return bytes(version[shard.start : min(shard.end, shard.start + num_bytes)]).ljust(num_bytes, b"\0")
 
@@ -381,7 +381,8 @@ async def hand_over(staged: StagedVersion, socket_name: str, ask: Awaitable[obje
 
 
 async def _answers(offered: Handing, asking: "asyncio.Future[object]", late_s: float) -> list[RankInstalled]:
-    """The ranks answer while the server carries the request out: once it has answered, they have."""
+    """Collect the ranks' answers. They come while the server carries the request out: once it has answered, they
+    have."""
     answering = asyncio.ensure_future(offered.answers())
     try:
         await asyncio.wait((asking, answering), return_when=asyncio.FIRST_COMPLETED)

@@ -85,7 +85,7 @@ class Keeper:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> Facts:
-        """The first server. Raises EngineError when it does not come up: nothing is tried twice, but a port."""
+        """Start the first server. Raises EngineError when it does not come up: nothing is tried twice, but a port."""
         if self.is_ours:
             self.log_file = processes.make_log(self._name.lower(), self._config.log)
         server, facts = await self._begin()
@@ -113,7 +113,7 @@ class Keeper:
             await asyncio.wait([self._task])
 
     async def is_alive(self, server: Server) -> bool:
-        """A stream failed: is it the server? When this says no, it is down already."""
+        """Return whether the server still lives after a stream has failed. If it does not, it is down already."""
         for _ in range(3):
             if self.server is not server:
                 return False
@@ -161,7 +161,7 @@ class Keeper:
             self._come_up(server)
 
     async def _again(self, num_deaths: int, pause_s: float) -> tuple[Server, int] | None:
-        """The next server that comes up; None when it is no use."""
+        """Return the next server that comes up; None when it is no use."""
         while num_deaths < _MAX_DEATHS:
             log.warning("%s is down: %s; it is started again in %.1f s", self._name, self.down, pause_s)
             await asyncio.sleep(pause_s)

@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def make_log(kind: str, given: str) -> Path:
-    """Where a server's log goes. Raises EngineError for a file that cannot be written."""
+    """Return where a server's log goes. Raises EngineError for a file that cannot be written."""
     try:
         if given:
             path = Path(given).expanduser()
@@ -133,7 +133,7 @@ class ServerProcess:
             _logger.warning("processes %s of a server do not end", left)
 
     def first_error(self) -> str:
-        """The first error of its last lines; empty when it said none.
+        """Return the first error of its last lines; empty when it said none.
 
         The first, because these servers report the end of one of their processes by the errors of the others.
         """
@@ -186,7 +186,7 @@ def _unwrapped(error: str) -> str:
 
 
 def tail(log: Path, num: int) -> list[str]:
-    """The last lines of a log that are not empty."""
+    """Return the last lines of a log that are not empty."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

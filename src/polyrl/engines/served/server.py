@@ -207,11 +207,12 @@ class Server(Protocol):
     """Log-probabilities are those before truncation (top-k, top-p, min-p)."""
 
     def command(self, port: int) -> LaunchCommand:
-        """How it is started: listening on loopback, at this port. Raises EngineError for what cannot be served."""
+        """Return the command that starts it: listening on loopback, at this port. Raises EngineError for what cannot be
+        served."""
         ...
 
     async def is_ready(self) -> bool:
-        """Whether it would answer. Cheap, and never an error."""
+        """Return whether it would answer. Cheap, and never an error."""
         ...
 
     async def facts(self) -> Facts:

@@ -112,7 +112,7 @@ class SglangServer:
         )
 
     def _write_key(self) -> str:
-        """A file that only we can read: other users see the flags of a process."""
+        """Write the key to a file that only we can read: other users see the flags of a process."""
         path = Path(self._folder.name) / "key.yaml"
         path.write_bytes(msgspec.json.encode({"api-key": self.http.key}))
         return str(path)
@@ -285,7 +285,7 @@ class SglangWeightLoading:
         await self._http.post("/continue_generation", {}, timeout_s=_ANSWER_S)
 
     async def is_paused(self) -> bool:
-        """A server that is up and not ready for requests is one that pauses."""
+        """Return whether the server pauses: it is up, and not ready for requests."""
         try:
             await self._http.get("/ready", timeout_s=_ANSWER_S, text=True)
         except ServerAnswered:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from polyrl.errors import UserError, one_line
 from polyrl.hosts.adapters.packages import need
 from polyrl.hosts.adapters.verifiers_harness import IN_PROCESS, register
-from polyrl.hosts.episode import Episode, EpisodeEnd, EpisodeFailed, checked_parts, finite
+from polyrl.hosts.episode import MAX_WHY, Episode, EpisodeEnd, EpisodeFailed, checked_parts, finite
 from polyrl.hosts.own import HostParts
 
 _PACKAGE = "verifiers>=0.4,<0.5"
@@ -148,7 +148,7 @@ def _why_failed(played: Any) -> str:
     errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
     if not errors:
         return "the episode is not ok, and does not say why"
-    return " ".join(f"{errors[-1].type}: {errors[-1].message}".split())[:300]
+    return " ".join(f"{errors[-1].type}: {errors[-1].message}".split())[:MAX_WHY]
 
 
 def _end_of(played: Any) -> EpisodeEnd:
@@ -165,6 +165,6 @@ def _end_of(played: Any) -> EpisodeEnd:
         reward=reward,
         correct=reward >= _SOLVED,
         parts=checked_parts(parts),
-        why=str(traces[0].stop_condition or "")[:300],
+        why=str(traces[0].stop_condition or "")[:MAX_WHY],
         num_turns=int(played.num_turns),
     )

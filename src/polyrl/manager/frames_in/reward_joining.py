@@ -61,7 +61,7 @@ def _check_price(lobby: Lobby, request: RewardJoinRequest) -> None:
 
 
 def tell_joined(run: Run, session: RewardSession) -> None:
-    """Tell the ledger that a reward worker is there. One that joins again and again fills no journal."""
+    """Tell the ledger that a reward worker is there. A worker that joins again and again fills no journal."""
     if run.desk.reward_workers.find(session.name, session.life) is None:
         run.tell(e.RewardWorkerJoined(session.name, session.life, session.facts.price_usd_per_hour))
 

@@ -1,6 +1,6 @@
 """Sessions of reward workers, and of the dispatcher: the trainer's connection for their jobs.
 
-Rules kept here: nothing of a job is kept. What is for a peer that is not connected is dropped, since the trainer says
+Rules kept here: nothing of a job is kept. A frame for a peer that is not connected is dropped, since the trainer says
 it again; so frames go out at once, and not with the journal, which knows nothing of them.
 """
 

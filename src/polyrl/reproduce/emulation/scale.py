@@ -2,7 +2,7 @@
 
 Everything that takes time takes `speedup` times less of it, rules and prices included, and an answer has
 `tokens_per_token` times fewer tokens, each of which takes as many times longer: seconds and dollars of a step, scaled
-back, are those of the scenario. What waits for a peer that may be dead is not scaled below what a busy machine needs.
+back, are those of the scenario. A wait for a peer that may be dead is not scaled below what a busy machine needs.
 """
 
 from typing import NamedTuple, TypeVar

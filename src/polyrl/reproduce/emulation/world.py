@@ -51,7 +51,7 @@ class WorkerProcesses:
                 await self._spawn(event.worker, 0.0)
 
     def begin(self) -> None:
-        """The scenario's clock begins now."""
+        """Begin the scenario's clock."""
         self._tasks.append(asyncio.create_task(self._play()))
 
     async def _play(self) -> None:
@@ -124,6 +124,6 @@ class WorkerProcesses:
 
 
 def _settings(config: EmulatedConfig) -> Iterator[tuple[str, object]]:
-    """What of a configuration a worker has to be told."""
+    """Yield the settings of a configuration that a worker has to be told."""
     usual = structs.asdict(EmulatedConfig())
     return ((key, value) for key, value in structs.asdict(config).items() if value != usual[key])

@@ -205,7 +205,7 @@ class RewardAgent:
         return r.RewardReport(len(self._jobs), self._num_scored, self._num_failed, self._cpu_s)
 
     async def _send(self, frame: r.FromRewardWorker) -> None:
-        """Send a frame now. What is lost in a break is asked for again."""
+        """Send a frame now. A frame that a break loses is asked for again."""
         if self._socket is None or self._socket.closed:
             return
         with contextlib.suppress(aiohttp.ClientError, ConnectionError, OSError):

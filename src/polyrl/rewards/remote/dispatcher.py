@@ -1,8 +1,8 @@
 """The trainer's connection to its reward workers: it dials the manager, sends jobs, and hands on what is answered.
 
-Rules kept here: dialled again after any break, for as long as the run lasts. What cannot be sent is dropped: places.py
-sends a job again when its worker is there again. A fault that waiting cannot mend is told, and does not end the run:
-the trainer's own line (client/line.py) meets it too.
+Rules kept here: dialled again after any break, for as long as the run lasts. A frame that cannot be sent is dropped:
+places.py sends a job again when its worker is there again. A fault that waiting cannot mend is told, and does not end
+the run: the trainer's own line (client/line.py) meets it too.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class _TravellingFailure(Struct, frozen=True, tag=True, array_like=True):
 
 
 class BadResult(PolyrlError):
-    """What came is no result that a reward worker of ours makes."""
+    """The bytes are no result that a reward worker of ours makes."""
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)

@@ -31,7 +31,8 @@ def same_output(found: bytes, expected: str, how: Literal["lines", "words", "exa
 
 
 def is_raised(expected: str, lineage: Sequence[Any]) -> bool:
-    """Whether an exception is of the expected class, by the names of its class and those above, as a program told them.
+    """Return whether an exception is of the expected class, by the names of its class and those above, as a program
+    told them.
 
     A class that derives from exceptions of Python's that do not derive from each other is none of them: it would be
     what any test expects.

@@ -48,7 +48,7 @@ class SandboxJob(NamedTuple):
     """The most that is taken of the output, and of the errors."""
     value_bytes: int
     tests: tuple[dict[str, Any], list[bytes]] | None = None
-    """What follows once the program's process is there."""
+    """The part of a run that follows once the program's process is there."""
 
 
 class RunResult(NamedTuple):

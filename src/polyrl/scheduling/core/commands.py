@@ -1,8 +1,8 @@
 """Wishes, imperative: all that the scheduler ever asks for. Each says why.
 
-A driver carries them out in order. Every command ends in an event, also when it fails; commands that only tell (those
-whose docstring says so) end nothing. A command that names a sample's tokens names their number only: payload lives in
-the driver.
+A driver carries them out in order. Every command ends in an event, also when it fails, but for those whose docstring
+says that no event answers them. A command that names a sample's tokens names their number only: payload lives in the
+driver.
 """
 
 from typing import Literal
@@ -85,7 +85,7 @@ class ReleaseWorker(CommandStruct, frozen=True, tag=True):
 
 
 class ForgetWorker(CommandStruct, frozen=True, tag=True, omit_defaults=True):
-    """A worker is given up: close its connection, refuse its news. Only tells."""
+    """A worker is given up: close its connection, refuse its news. No event answers it."""
 
     worker: WorkerName
     why: str
@@ -118,7 +118,7 @@ class PlannedGroup(Struct, frozen=True, gc=False):
 
 
 class OpenRound(CommandStruct, frozen=True, tag=True):
-    """A round begins with these prompts. Only tells: the driver fetches what they say."""
+    """A round begins with these prompts. No event answers it: the driver fetches what they say."""
 
     step: Step
     kind: RoundKind
@@ -127,7 +127,7 @@ class OpenRound(CommandStruct, frozen=True, tag=True):
 
 
 class AddGroup(CommandStruct, frozen=True, tag=True):
-    """A round gets one more prompt, in place of a lost one. Only tells."""
+    """A round gets one more prompt, in place of a lost one. No event answers it."""
 
     step: Step
     group: PlannedGroup
@@ -161,7 +161,7 @@ class DeliverGroup(CommandStruct, frozen=True, tag=True):
 
 
 class DropGroup(CommandStruct, frozen=True, tag=True):
-    """A prompt leaves the run for a reason, or waits for another round. Only tells."""
+    """A prompt leaves the run for a reason, or waits for another round. No event answers it."""
 
     group: GroupId
     why: str
@@ -214,7 +214,7 @@ class ReleaseHost(CommandStruct, frozen=True, tag=True):
 
 
 class ForgetHost(CommandStruct, frozen=True, tag=True, omit_defaults=True):
-    """A host is given up: close its connection, refuse its news. Only tells."""
+    """A host is given up: close its connection, refuse its news. No event answers it."""
 
     host: HostName
     why: str
@@ -223,7 +223,7 @@ class ForgetHost(CommandStruct, frozen=True, tag=True, omit_defaults=True):
 
 
 class AddAsked(CommandStruct, frozen=True, tag=True):
-    """A group that was asked for has its name now. Only tells."""
+    """A group that was asked for has its name now. No event answers it."""
 
     group: GroupId
     num_samples: int
@@ -231,7 +231,7 @@ class AddAsked(CommandStruct, frozen=True, tag=True):
 
 
 class CloseAsked(CommandStruct, frozen=True, tag=True):
-    """An asked group is over: all of it is answered, or none of it will be. Only tells."""
+    """An asked group is over: all of it is answered, or none of it will be. No event answers it."""
 
     group: GroupId
     answered: bool
@@ -239,14 +239,14 @@ class CloseAsked(CommandStruct, frozen=True, tag=True):
 
 
 class EndData(CommandStruct, frozen=True, tag=True):
-    """There is no prompt left for this step. Only tells."""
+    """There is no prompt left for this step. No event answers it."""
 
     step: Step
     why: str
 
 
 class ReportStep(CommandStruct, frozen=True, tag=True):
-    """Report a step's line of the ledger. Only tells."""
+    """Report a step's line of the ledger. No event answers it."""
 
     line: StepLine
 

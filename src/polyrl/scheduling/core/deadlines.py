@@ -54,7 +54,7 @@ class Deadlines:
         self.entries.pop(wait, None)
 
     def earliest(self) -> Seconds | None:
-        """The next moment at which something is due."""
+        """Return the next moment at which something is due."""
         heap, entries = self._heap, self.entries
         while heap:
             at, wait = heap[0]

@@ -189,7 +189,7 @@ class RewardFinished(EventStruct, frozen=True, tag=True):
 
 
 class HostJoined(EventStruct, frozen=True, tag=True):
-    """A process that plays an environment's episodes is there."""
+    """A host joined: a process that plays an environment's episodes."""
 
     host: HostName
     incarnation: Incarnation

@@ -233,7 +233,7 @@ class FleetState(Struct):
     measured_from: Seconds = 0.0
 
     def find(self, name: WorkerName, incarnation: Incarnation) -> Worker | None:
-        """The worker in that very life, or None for news of the dead."""
+        """Return the worker in that very life, or None for news of the dead."""
         seat = self.by_name.get(name)
         if seat is None:
             return None
@@ -263,7 +263,7 @@ class FleetState(Struct):
             self._count(-1, now)
 
     def forget_oldest(self) -> WorkerName | None:
-        """The name that departed first, if more have than are remembered."""
+        """Return the name that departed first, if more have than are remembered."""
         if len(self.departed) <= MAX_DEPARTED:
             return None
         name = next(iter(self.departed))

@@ -162,7 +162,7 @@ class Ledger(Struct):
     reward_workers: dict[str, RewardWorkerLine] = {}
 
     def discard(self, cause: DiscardCause, num_tokens: int) -> None:
-        """A sample ends untrained."""
+        """Book a sample that ends untrained."""
         self.samples_discarded[cause] = self.samples_discarded.get(cause, 0) + 1
         self.discard_tokens(cause, num_tokens)
 
@@ -235,7 +235,7 @@ class Ledger(Struct):
         return (seen_at - self.started_at - self.trainer_gone_s) * self.trainer_usd_per_hour / 3600
 
     def usd(self, now: Seconds) -> float:
-        """All dollars up to `now`, as far as activities have been settled."""
+        """Return all dollars up to `now`, as far as activities have been settled."""
         all_lines = (self.workers.values(), self.hosts.values(), self.reward_workers.values())
         return self.trainer_usd(now) + sum(line.usd for lines in all_lines for line in lines)
 

@@ -153,7 +153,7 @@ class EnvironmentRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     least_turn_timeout_s: Positive = 30.0
     """The least that a learned limit may become; `turn_timeout_s`, where that is less."""
     episode_timeout_s: Positive = 3600.0
-    """Of all turns of an episode together. What the policy takes for its answers, and waits for it, are not counted.
+    """Of all turns of an episode together. The policy's own time, and waits for it, are not counted.
     The most that a learned limit may become."""
     learn_episode_timeouts: bool = True
     """Learn a shorter limit from the episodes that ended; no turn is begun beyond it."""

@@ -121,8 +121,8 @@ def _move(desk: Desk, workers: list[Worker], remaining: dict[int, float], now: S
 
 
 def _candidates(desk: Desk, worker: Worker, remaining: dict[int, float]) -> list[Candidate]:
-    """The worker's samples that may move. `remaining` keeps what is expected by tokens so far: of 100,000 samples that
-    run, most are as long as another."""
+    """Return the worker's samples that may move. `remaining` keeps what is expected by tokens so far: of 100,000
+    samples that run, most are as long as another."""
     lengths, cap = desk.lengths, desk.config.max_new_tokens
     found: list[Candidate] = []
     for lease in worker.leases:

@@ -28,7 +28,7 @@ _LOOKS = 2
 
 
 def oldest_round(desk: Desk) -> Round | None:
-    """The round of the step that is trained next."""
+    """Return the round of the step that is trained next."""
     return next(iter(desk.rounds.values()), None)
 
 
@@ -44,13 +44,15 @@ def arm_window(desk: Desk, now: Seconds) -> None:
 
 
 def _window_end(desk: Desk, round_: Round) -> Seconds:
-    """The window starts with the step: when its round opens, or when the step before is trained if that is later."""
+    """Return the end of the window, which starts with the step: when its round opens, or when the step before is
+    trained if that is later."""
     span = _window_s(desk, round_)
     return max(round_.opened_at, desk.state.clock.step_began_at) + span
 
 
 def _window_s(desk: Desk, round_: Round) -> Seconds:
-    """The autoscaler changes the fleet often: then the window is that of the fleet as it is now."""
+    """Return the length of the window. With the autoscaler, which changes the fleet often, it is that of the fleet as
+    it is now."""
     state, config = desk.state, desk.config
     num_workers, learned = state.fleet.num_remote, state.seeding[round_.kind]
     span = seeding.window(config.seeding, learned, num_workers).seconds
@@ -169,7 +171,8 @@ def _nobody_generates(desk: Desk) -> bool:
 
 
 def _would_help(desk: Desk) -> bool:
-    """Whether one more local worker makes the samples on the others faster, by more than hand-back may slow them."""
+    """Return whether one more local worker makes the samples on the others faster, by more than hand-back may slow
+    them."""
     generating = [one for one in desk.state.fleet.local() if one.may_generate]
     num = sum(len(one.leases) for one in generating)
     if not generating or num <= len(generating):
@@ -214,7 +217,7 @@ def duty_changed(desk: Desk, worker: Worker, duty: str, now: Seconds) -> None:
 
 
 def all_train(desk: Desk) -> bool:
-    """Whether the trainer has all of its devices: only then is it waiting when it has nothing to train."""
+    """Return whether the trainer has all of its devices: only then is it waiting when it has nothing to train."""
     return all(worker.duty == "training" for worker in desk.state.fleet.local())
 
 
@@ -268,7 +271,7 @@ def _hand_back(desk: Desk, round_: Round, local: list[Worker], now: Seconds) -> 
 
 
 def _num_to_keep(desk: Desk, generating: list[Worker]) -> int:
-    """The fewest local workers whose cache, slots and speed suffice for all that runs on them now."""
+    """Return the fewest local workers whose cache, slots and speed suffice for all that runs on them now."""
     running = [desk.leases[lease] for worker in generating for lease in worker.leases]
     if not running or len(generating) < 2:
         return len(generating)

@@ -56,20 +56,22 @@ def has_failed(desk: Desk, worker: Worker, sample: TrackedSample, reason: LeaseE
 
 
 def is_inherited(desk: Desk, sample: TrackedSample, reason: LeaseEnd) -> bool:
-    """Whether the tokens that a worker was to go on from may be what it refused: it writes none before it refuses."""
+    """Return whether the tokens that a worker was to go on from may be what it refused: it writes none before it
+    refuses."""
     shown = sample.group in desk.asked.groups or sample.host >= 0  # a client, or an environment, has seen them
     return reason == "refused" and sample.num_tokens > 0 and not shown and desk.state.rules > 0
 
 
 def rejected(desk: Desk, worker: Worker) -> bool:
-    """The trainer has rejected a group for what this worker wrote. Returns whether it is to be given up."""
+    """Note that the trainer rejected a group for what this worker wrote. Return whether the worker is to be given
+    up."""
     worker.num_rejected += 1
     worker.has_answered = False
     return worker.num_rejected >= desk.config.fleet_rules.max_failures and worker.state != "draining"
 
 
 def answered(desk: Desk, worker: Worker, group: TrackedGroup) -> list[Worker]:
-    """A worker has answered a sample of this group. Returns those that are to be given up for having failed it."""
+    """Note that a worker answered a sample of this group. Return the workers to give up for having failed it."""
     worker.failed_groups, worker.num_faults = [], 0
     guilty: list[Worker] = []
     for seat in group.failed_on:
@@ -98,7 +100,7 @@ def fails_for_good(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> bo
 
 
 def _is_to_be_tried(desk: Desk, group: TrackedGroup) -> bool:
-    """Whether a worker is still to try the group whose word counts for more than that of those who failed it."""
+    """Return whether a worker is still to try the group whose word counts for more than that of those who failed it."""
     if desk.state.rules < _MANY_NAMES:
         return len(group.failed_on) < 2 and bool(others(desk, group))
     num_proven = sum(seat in desk.seats and desk.seats[seat].is_proven for seat in group.failed_on)
@@ -108,7 +110,7 @@ def _is_to_be_tried(desk: Desk, group: TrackedGroup) -> bool:
 
 
 def _is_awaited(desk: Desk, group: TrackedGroup) -> bool:
-    """Whether a worker is there that may write the group later: it pulls weights, say, or its devices train.
+    """Return whether a worker is there that may write the group later: it pulls weights, say, or its devices train.
 
     A worker that never has is waited for while it fetches its first version, which has a deadline.
     """

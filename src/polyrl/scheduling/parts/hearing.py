@@ -76,7 +76,8 @@ def _progressed(desk: Desk, worker: Worker, first: LeaseId, runs: Sequence[int],
 
 
 def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
-    """The first lease, and then for each run of leases with the same gain how far it reaches and what that is."""
+    """Return the first lease, and then for each run of leases with the same gain how far it reaches and what that
+    is."""
     runs: list[int] = []
     first = at = last = -1
     its = 0
@@ -93,7 +94,8 @@ def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
 
 
 def teaches(worker: Worker, num_waiting: int) -> bool:
-    """Whether a report of `num_waiting` samples held back, or progress, would change how many samples it may have."""
+    """Return whether a report of `num_waiting` samples held back, or progress, would change how many samples it may
+    have."""
     grows = len(worker.leases) >= worker.limit < worker.slots
     return num_waiting > 0 or worker.held_back_at >= 0 or worker.num_waiting > 0 or grows
 

@@ -103,7 +103,7 @@ def _place_failed(desk: Desk, round_: Round, now: Seconds) -> None:
 
 
 def _first_waiting(samples: dict[SampleId, TrackedSample], round_: Round) -> TrackedSample:
-    """The sample to place next. There is one: `num_waiting` says so."""
+    """Return the sample to place next. There is one: `num_waiting` says so."""
     resumed = round_.resumed
     while resumed:
         sample = samples.get(resumed[0][1])
@@ -127,7 +127,7 @@ def _first_fresh(samples: dict[SampleId, TrackedSample], round_: Round) -> Track
 
 
 def _waits_here(sample: TrackedSample) -> bool:
-    """Whether the sample waits in `fresh` or `resumed`: samples that failed wait elsewhere."""
+    """Return whether the sample waits in `fresh` or `resumed`: samples that failed wait elsewhere."""
     return sample.state == "waiting" and not sample.num_failures
 
 

@@ -84,7 +84,8 @@ def _sane(amount: float) -> float:
 
 
 def _heartbeat_timeout_s(desk: Desk, worker: Worker) -> Seconds:
-    """A local worker shares a process with a trainer, which may be busy for as long as a change of duty may take."""
+    """Return the timeout. A local worker shares a process with a trainer, which may be busy for as long as a change of
+    duty may take."""
     rules = desk.config.fleet_rules
     return max(rules.heartbeat_timeout_s, rules.switch_timeout_s) if worker.local else rules.heartbeat_timeout_s
 
@@ -157,9 +158,9 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
 
 
 def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejoin: bool = True) -> None:
-    """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back.
+    """Remove a worker that is gone, or given up. `tell` the driver if it does not know, and whether it may `rejoin`.
 
-    A drained worker may not rejoin, also if it did not hand over in time or was not there to hear of it.
+    A drained worker may not, even if it did not hand over in time or was not there to hear of it.
     """
     state = desk.state
     drained = worker.state == "draining"
@@ -231,7 +232,7 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 
 def _is_starved(desk: Desk, worker: Worker, sample: TrackedSample) -> bool:
-    """Whether a sample got far less since the last look than its worker's speed gives, or nothing."""
+    """Return whether a sample got far less since the last look than its worker's speed gives, or nothing."""
     if sample.seen_tokens < 0:
         return False
     step_s = worker.speed.step_s(len(worker.leases)) or math.inf
@@ -298,7 +299,8 @@ def _take_back_all(desk: Desk, worker: Worker, why: str, cause: str, now: Second
 
 
 def publish(desk: Desk, version: Version, now: Seconds) -> bool:
-    """A newer version can be had. Local workers hold it already. False for one that is repeated late."""
+    """Note that a newer version can be had. Local workers hold it already. Return False for one that is repeated
+    late."""
     if version <= desk.state.published:
         desk.ledger.late_news += 1
         return False
@@ -355,7 +357,7 @@ def refresh_all(desk: Desk, now: Seconds) -> None:
 
 
 def oldest_version_wanted(desk: Desk) -> Version:
-    """The oldest version that a round not yet trained may be written by."""
+    """Return the oldest version that a round not yet trained may be written by."""
     newest = Step(desk.state.published)
     oldest_round = next(iter(desk.rounds), newest)
     return oldest_version(min(newest, oldest_round), desk.config.max_staleness)

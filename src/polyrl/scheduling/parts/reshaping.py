@@ -73,7 +73,7 @@ def _planned(desk: Desk) -> list[Worker]:
 
 
 def _width(desk: Desk, local: list[Worker]) -> int:
-    """Return how wide the engines are, or are to become. What a worker says of itself counts only for local ones."""
+    """Return how wide the engines are, or are to become. A worker's own word counts only if it is a local one."""
     config = desk.config.parallelism
     return local[0].num_devices if config.engines == "local" else desk.state.parallelism.width or config.start_tp
 

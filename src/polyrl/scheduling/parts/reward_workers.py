@@ -1,6 +1,6 @@
 """Reward workers join, report and leave, for the ledger alone.
 
-Rules kept here: a name has one life at a time; news of another life is late. What a worker tells of its jobs and its
+Rules kept here: a name has one life at a time; news of another life is late. A worker's account of its jobs and its
 CPU time only grows within a life, so that a report that is told again, or out of order, counts once.
 """
 

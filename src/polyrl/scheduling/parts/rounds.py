@@ -51,7 +51,7 @@ def open_requested(desk: Desk, now: Seconds) -> list[Round]:
 
 
 def may_open_next(desk: Desk) -> bool:
-    """Whether a round is requested that staleness and the open rounds allow."""
+    """Return whether a round is requested that staleness and the open rounds allow."""
     state = desk.state
     if not state.requested or state.published < 0 or len(desk.rounds) > desk.config.max_staleness:
         return False
@@ -122,7 +122,8 @@ def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: in
 
 
 def _designated(desk: Desk, group: TrackedGroup) -> range | frozenset[int]:
-    """Which samples may be trained: all, or in designated mode as many as are needed, drawn before any is generated."""
+    """Return which samples may be trained: all, or in designated mode as many as are needed, drawn before any is
+    generated."""
     if desk.config.rounds.tail_batching != "designated" or group.num_samples == group.need:
         return range(group.num_samples)
     draws = sorted((mix64(desk.config.seed, group.id, index), index) for index in range(group.num_samples))
@@ -312,7 +313,7 @@ def _close_if_complete(desk: Desk, round_: Round, now: Seconds) -> None:
 
 
 def drop_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
-    """A prompt leaves the run. A fresh one takes its place, or the step goes on with one less."""
+    """Drop a prompt from the run. A fresh one takes its place, or the step goes on with one less."""
     before = group.state
     _discard_group(desk, group, round_, cause, reason, now)
     desk.ledger.drop_prompt(cause)
@@ -359,8 +360,8 @@ def _discard_group(desk: Desk, group: TrackedGroup, round_: Round, cause: Discar
 
 
 def _measured(desk: Desk, group: TrackedGroup, lengths: list[int]) -> list[int]:
-    """How long the group's samples were, for tail batching: their tokens, or hundredths of a second; of episodes that
-    were begun again, nothing."""
+    """Return how long the group's samples were, for tail batching: their tokens, or hundredths of a second; of episodes
+    that were begun again, nothing."""
     if not tail_batching.is_timed(desk.config.rounds, desk.config.domains[group.domain]):
         return lengths
     clocks = [desk.state.playtimes.get(one.id) for one in _samples(desk, group) if one.state == "scored"]
@@ -385,7 +386,7 @@ def _samples(desk: Desk, group: TrackedGroup) -> list[TrackedSample]:
 
 
 def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
-    """Whether a micro-batch began: none does by repeated news."""
+    """Return whether a micro-batch began: none does by repeated news."""
     began = False
     for group_id in groups:
         group = desk.groups.get(group_id)
@@ -398,7 +399,7 @@ def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
 
 
 def give_again(desk: Desk, step: Step) -> None:
-    """The trainer begins the step anew: groups that it took are delivered once more, and the round is closed again."""
+    """Deliver the groups that the trainer took once more, and close the round again: it begins the step anew."""
     round_ = desk.rounds.get(step)
     if round_ is None:
         desk.ledger.late_news += 1
@@ -414,7 +415,7 @@ def give_again(desk: Desk, step: Step) -> None:
 
 
 def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]:
-    """The step is trained: settle every group of it. Returns (groups, samples, longest answer) trained."""
+    """Settle every group of a step that is trained. Return (groups, samples, longest answer) trained."""
     state = desk.state
     ledger = desk.ledger
     num_groups = num_samples = longest = 0

@@ -30,7 +30,7 @@ _OF_EPISODE = -1
 
 
 def begin_episode(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """Start the clock of an attempt. What an earlier attempt showed of it stays."""
+    """Start the clock of an attempt. The findings of an earlier attempt stay."""
     before = desk.state.playtimes.get(sample.id)
     num_hangs = 0 if before is None else before.num_hangs
     clock = desk.state.playtimes[sample.id] = Playtime(now, now, num_hangs=num_hangs)
@@ -126,7 +126,7 @@ def _of_episodes(desk: Desk, domain: int, task: int, now: Seconds, draw: float) 
 
 
 def is_played_out(clock: Playtime) -> bool:
-    """Whether an episode has played for as long as was learned that one takes."""
+    """Return whether an episode has played for as long as was learned that one takes."""
     return 0.0 < clock.episode_limit_s <= clock.played_s
 
 

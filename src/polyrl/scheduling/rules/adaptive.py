@@ -67,7 +67,7 @@ class Outlook(Struct, frozen=True):
 def choose_factors(
     config: RoundsConfig, lengths: LengthModel, correlation: float, cap: int, num_prompts: int
 ) -> Outlook | None:
-    """The pair of factors to use from now on, or None when no pair keeps the bounds or too little was seen."""
+    """Return the pair of factors to use from now on, or None when no pair keeps the bounds or too little was seen."""
     if lengths.num_observed < 4 * config.samples_per_prompt:
         return None
     samples = GRID if config.tail_batching in ("race", "designated") else (1.0,)

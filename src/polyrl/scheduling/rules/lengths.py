@@ -81,7 +81,7 @@ class LengthModel(msgspec.Struct):
         self._renew()
 
     def survival(self, x: float) -> float:
-        """The share of answers longer than `x` tokens. 1 when nothing was observed."""
+        """Return the share of answers longer than `x` tokens. 1 when nothing was observed."""
         if x <= 1.0:
             return 1.0
         if x >= EDGES[-1]:
@@ -91,7 +91,7 @@ class LengthModel(msgspec.Struct):
         return self.survival_at[i] + share * (self.survival_at[i + 1] - self.survival_at[i])
 
     def quantile(self, q: float) -> float:
-        """The least length that a share `q` of answers does not exceed.
+        """Return the least length that a share `q` of answers does not exceed.
 
         math.inf when fewer than that were seen to finish: the answer lies beyond all observation. Bound it by the cap.
         """
@@ -110,11 +110,11 @@ class LengthModel(msgspec.Struct):
         return EDGES[low] + (above - left) / (above - below) * (EDGES[high] - EDGES[low])
 
     def mean(self, cap: float) -> float:
-        """The mean length of answers that are stopped at `cap`."""
+        """Return the mean length of answers that are stopped at `cap`."""
         return self.expected_remaining(0, cap)
 
     def expected_remaining(self, num_tokens: float, cap: float) -> float:
-        """How many more tokens a sample with `num_tokens` is expected to make before it ends or is capped."""
+        """Return how many more tokens a sample with `num_tokens` is expected to make before it ends or is capped."""
         room = cap - num_tokens
         if room <= 0.0:
             return 0.0
@@ -127,7 +127,7 @@ class LengthModel(msgspec.Struct):
         return (num_alike * learned + _GUESS_WEIGHT * guess) / (num_alike + _GUESS_WEIGHT)
 
     def _area(self, x: float) -> float:
-        """The integral of survival from 0 to x."""
+        """Return the integral of survival from 0 to x."""
         if x <= 1.0:
             return max(0.0, x)
         if x >= EDGES[-1]:

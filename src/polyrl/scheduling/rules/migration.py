@@ -5,7 +5,7 @@ youngest samples move. Or a worker has few samples while another runs many: a sa
 and moves if the time it saves pays for its re-prefill and `move_gain_s` beyond. The longest expected remaining length
 goes first, a sample at most once in `move_every_tokens`, reserved machines before spot. In the tail of a round this
 spreads the stragglers out. Or a worker is far slower than another that has room: a token now and then is no stall, and
-would hold a round up for days. What is rescued from there goes as often as it must.
+would hold a round up for days. A sample that is rescued from there moves as often as it must.
 
 Everything is decided from values: loads, speeds that were seen, expected remaining tokens. Nothing moves away from a
 worker whose speed is not yet known.
@@ -46,7 +46,8 @@ class Move(Struct, frozen=True, gc=False):
 
 
 def relieve_waiting(workers: Iterable[Worker]) -> list[tuple[Worker, int]]:
-    """How many of its youngest samples each overfull worker gives up: no more than the others have credit for."""
+    """Return how many of its youngest samples each overfull worker gives up: no more than the others have credit
+    for."""
     able = [worker for worker in workers if worker.may_generate]
     room = sum(worker.credit for worker in able if worker.may_take and worker.num_waiting == 0 and worker.credit > 0)
     given: list[tuple[Worker, int]] = []

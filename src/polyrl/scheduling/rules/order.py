@@ -27,7 +27,7 @@ _SMALL = 64  # a rectangle this small mixes badly
 
 
 def mix64(*numbers: int) -> int:
-    """A 64-bit hash of integers, each taken modulo 2^64. Order and number of arguments count."""
+    """Return a 64-bit hash of integers, each taken modulo 2^64. Order and number of arguments count."""
     mixed = 0
     for number in numbers:
         mixed = finalize(((mixed + _GAMMA) & _MASK) ^ (number & _MASK))
@@ -35,17 +35,17 @@ def mix64(*numbers: int) -> int:
 
 
 def unit(*numbers: int) -> float:
-    """A number in [0, 1), uniform over `mix64`: its upper 53 bits, all that a float holds."""
+    """Return a number in [0, 1), uniform over `mix64`: its upper 53 bits, all that a float holds."""
     return (mix64(*numbers) >> 11) * 2.0**-53
 
 
 def quick_unit(number: int) -> float:
-    """A number in [0, 1) from one multiplication: for draws that are only counted, such as one in fifty."""
+    """Return a number in [0, 1) from one multiplication: for draws that are only counted, such as one in fifty."""
     return (((number * _GAMMA) & _MASK) >> 11) * 2.0**-53
 
 
 def position_to_prompt(position: int, *, num_prompts: int, seed: int, epoch: int) -> PromptId:
-    """The prompt at this position of this epoch. Raises ValueError when the position is not in the epoch."""
+    """Return the prompt at this position of this epoch. Raises ValueError when the position is not in the epoch."""
     if not 0 <= position < num_prompts:
         raise ValueError(f"a position in a data set of {num_prompts} prompts was expected; got {position}")
     if num_prompts <= _SMALL:

@@ -154,7 +154,7 @@ class PreemptionWatch(msgspec.Struct):
     num_calm: int = 0
 
     def after_round(self, tp: int, preempted_share: float, *, allowed: list[int]) -> TpAdvice:
-        """The TP for the next round, after one at `tp`. `allowed` comes from `tensor_parallel_sizes`."""
+        """Return the TP for the next round, after one at `tp`. `allowed` comes from `tensor_parallel_sizes`."""
         rise = preempted_share - self.last_share
         self.last_share = preempted_share
         self.num_calm = self.num_calm + 1 if preempted_share <= 0.0 else 0
@@ -200,7 +200,7 @@ def capacity_tokens(shape: ModelShape, tp: int, memory_bytes: int, fraction: flo
 
 
 def peak_tokens(survival: Survival, num_samples: float, prompt_tokens: float, cap: int) -> float:
-    """The most KV that the samples hold at once, all started together. Never too low, at most 5% too high."""
+    """Return the most KV that the samples hold at once, all started together. Never too low, at most 5% too high."""
     grid = _grid(cap)
     return max(num_samples * survival(low) * (prompt_tokens + high) for low, high in pairwise(grid))
 
@@ -208,7 +208,8 @@ def peak_tokens(survival: Survival, num_samples: float, prompt_tokens: float, ca
 def round_time_s(
     speed: DecodeSpeed, progress: RoundProgress, work: RoundShape, *, tp: int, replicas: int, capacity: int
 ) -> Seconds:
-    """The predicted time of a round on `replicas` copies of `tp` devices, each with `capacity` tokens of KV cache."""
+    """Return the predicted time of a round on `replicas` copies of `tp` devices, each with `capacity` tokens of KV
+    cache."""
     if capacity <= 0:
         return math.inf
     share = work.num_samples / replicas
@@ -237,7 +238,7 @@ def plan(
     progress: RoundProgress,
     kinds: tuple[RoundKind, ...],
 ) -> ParallelismPlan:
-    """The plan for the next round of this kind."""
+    """Return the plan for the next round of this kind."""
     widths = tensor_parallel_sizes(shape, devices)
     round_s: dict[int, Seconds] = {}
     fits: list[int] = []
@@ -256,7 +257,7 @@ def plan(
 
 
 def tensor_parallel_sizes(shape: ModelShape, devices: LocalDevices) -> list[int]:
-    """Every TP that can be used, narrowest first; the widest alone when the weights seem to fit none."""
+    """Return every TP that can be used, narrowest first; the widest alone when the weights seem to fit none."""
     most = min(devices.num_devices, devices.max_tp)
     all_sizes = [2**i for i in range(most.bit_length()) if devices.num_devices % 2**i == 0]
     sizes = [tp for tp in all_sizes if capacity_tokens(shape, tp, devices.memory_bytes, devices.fraction) > 0]

@@ -7,11 +7,11 @@ holds its episode for ten minutes where turns take a second, and a harness that 
 
 Rules kept here, for turns and for episodes alike:
 - The limit is five times what 999 of 1000 of the environment's took that ended, or five times the longest one of the
-  same task that ended, whichever is longer; from the least to the most that is set. What was stopped at its limit moves
-  nothing: an endless tool call must not buy the next one more time.
+  same task that ended, whichever is longer; from the least to the most that is set. A turn or episode that was stopped
+  at its limit moves nothing: an endless tool call must not buy the next one more time.
 - The most that is set until the environment was watched for that long: before, those that ended are the quick ones. So
-  too while fewer than 64 have ended. One in fifty gets it all the same, so that what is slow for a reason can raise the
-  limit.
+  too while fewer than 64 have ended. Every fiftieth or so gets it all the same, so that what is slow for a reason can
+  raise the limit.
 - A turn has the most too at a host that has not made its first move: a new process may be loading.
 - At a turn's limit it is the episode that hangs if another one of its host has moved within half of that time. If none
   has, the host hangs if another one has had the move for half of it too, or there is no other one, as nobody can tell.
@@ -49,7 +49,7 @@ class PlayLimit(msgspec.Struct, frozen=True, gc=False):
 
 
 class SetLimits(NamedTuple):
-    """What is set for a kind of limit."""
+    """The settings of a kind of limit."""
 
     things: str
     most_s: Seconds
@@ -70,7 +70,7 @@ def episode_bounds(rules: EnvironmentRules) -> SetLimits:
 
 
 class PlayTimes(msgspec.Struct):
-    """The turns of one environment, or its episodes, as far as they ended."""
+    """The times of an environment's turns, or of its episodes, that have ended."""
 
     times: LengthModel = msgspec.field(default_factory=LengthModel)
     slowest: dict[int, Seconds] = msgspec.field(default_factory=dict)

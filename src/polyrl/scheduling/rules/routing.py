@@ -62,7 +62,8 @@ class Router:
         self._heap = sorted({entry for entry in self._heap if loads.get(entry[2]) == entry[0]})  # sorted, it is a heap
 
     def choose(self, min_version: Version, prefix_worker: int, *, remote: bool = False) -> Worker | None:
-        """The worker that takes the next sample, or None when none can. `remote`: not one of the trainer's own."""
+        """Return the worker that takes the next sample, or None when none can. `remote`: not one of the trainer's
+        own."""
         skipped: list[HeapEntry] = []
         chosen: Worker | None = None
         heap = self._heap

@@ -31,7 +31,7 @@ _GAIN = 0.3
 _FORGET_STEPS = 100
 """Steps after which it is forgotten how long a step took with so many workers."""
 _HOLD_S = 60.0
-"""What was advised stands at least so long, and twice the time to prepare: a worker should be there before it goes."""
+"""An advice stands for at least so long, and for twice the time to prepare: a worker should be there before it goes."""
 _OTHER_PRICE = 0.1
 """A price that differs by this share is another one."""
 

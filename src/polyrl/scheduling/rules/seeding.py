@@ -80,7 +80,7 @@ def start(config: SeedingConfig) -> SeedingState:
 
 
 def window(config: SeedingConfig, state: SeedingState, workers_now: int) -> SeedWindow:
-    """How long the trainer's devices may generate in the step that starts now."""
+    """Return how long the trainer's devices may generate in the step that starts now."""
     if workers_now == 0:
         return SeedWindow(math.inf, "no workers: the trainer's devices generate the whole round")
     match config.mode:

@@ -10,10 +10,10 @@ from polyrl.ids import Step, Version
 
 
 def oldest_version(step: Step, max_staleness: int) -> Version:
-    """The oldest version that may write tokens for this step."""
+    """Return the oldest version that may write tokens for this step."""
     return Version(max(0, step - max_staleness))
 
 
 def newest_step(published: Version, max_staleness: int) -> Step:
-    """The last step whose round may open once this version is published."""
+    """Return the last step whose round may open once this version is published."""
     return Step(published + max_staleness)

@@ -94,7 +94,7 @@ class TailBatching(Struct):
 
 
 def is_timed(config: RoundsConfig, domain: DomainData) -> bool:
-    """Whether a sample of the domain is long by its time, and not by its tokens."""
+    """Return whether a sample of the domain is long by its time, and not by its tokens."""
     return bool(domain.environment) and config.episode_length == "seconds"
 
 
@@ -129,7 +129,8 @@ class Planner:
         self.num_epochs = num_epochs
 
     def plan_round(self, state: TailBatching, step: Step) -> RoundPlan | None:
-        """The next round, or None at the end of the data. Advances the cursors; takes prompts out of `deferred`."""
+        """Plan the next round; return None at the end of the data. Advances the cursors; takes prompts out of
+        `deferred`."""
         for domain in range(len(self.domains)):
             self._turn_epoch(state, domain)
         if not any(self._is_due(state, domain) for domain in range(len(self.domains))):
@@ -198,7 +199,7 @@ class Planner:
         return self.domains[domain].num_prompts - state.cursors[domain].position
 
     def _is_draining(self, state: TailBatching, domain: int) -> bool:
-        """Whether deferred prompts should not wait for more of their kind: none will come."""
+        """Return whether deferred prompts should not wait for more of their kind: none will come."""
         no_extras = num_extra(self.config, state.factors, self.domains[domain].prompts_per_step) == 0
         return no_extras or self._num_fresh(state, domain) == 0
 
@@ -218,7 +219,7 @@ class Planner:
         return RoundPlan("long", tuple(choices), tuple(quotas), num_samples, 0, why)
 
     def _take_deferred(self, state: TailBatching, domain: int, num: int) -> list[PlannedPrompt]:
-        """The oldest deferred prompts."""
+        """Take the oldest deferred prompts."""
         waiting = state.deferred[domain]
         state.deferred[domain] = waiting[num:]
         return [

@@ -35,8 +35,8 @@ class PlannedPull(Struct, frozen=True, gc=False):
 def plan_pulls(
     wanting: Iterable[Worker], fleet: Iterable[Worker], newest: Version, config: WeightDeliveryConfig
 ) -> list[PlannedPull]:
-    """A source for each worker in `wanting` that can have one now: who failed with a peer first, then relays, those of
-    regions before others."""
+    """Choose a source for each worker in `wanting` that can have one now: first those that failed with a peer, then
+    relays, those of regions before others."""
     wanting = sorted(wanting, key=lambda worker: (not worker.failed_with_peer, not worker.relays, not worker.region))
     if not wanting:
         return []
@@ -64,7 +64,7 @@ def plan_pulls(
 
 
 def _count_uploads(fleet: list[Worker]) -> dict[int, int]:
-    """The pulls under way, by the seat of their source."""
+    """Return the pulls under way, by the seat of their source."""
     uploads: dict[int, int] = {}
     for worker in fleet:
         if worker.pulling != NO_VERSION:
@@ -90,7 +90,8 @@ def _can_serve(worker: Worker) -> bool:
 
 
 def _fed(fleet: list[Worker], newest: Version) -> dict[int, bool]:
-    """The seats from which the chain of sources ends at a holder or at the trainer, not at one that waits for a source.
+    """Return the seats from which the chain of sources ends at a holder or at the trainer, not at one that waits for a
+    source.
 
     Without this, a worker that lost its source could be sent to one that pulls from it, and both wait for ever.
     """
@@ -108,7 +109,7 @@ def _fed(fleet: list[Worker], newest: Version) -> dict[int, bool]:
 
 
 def _take_peer(servers: list[tuple[int, int]], max_uploads: int) -> int | None:
-    """The peer with the fewest uploads; counts one more for it."""
+    """Take the peer with the fewest uploads, and count one more for it."""
     if not servers or servers[0][0] >= max_uploads:
         return None
     num, seat = servers[0]

@@ -186,7 +186,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 class ShardedTensors(StoredTensors):
-    """The tensors of a checkpoint in shards. One that is asked for is read from disk, whole or in part."""
+    """The tensors of a checkpoint in shards. A tensor is read from disk when it is asked for, whole or in part."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self._folder, self._prefix = folder, prefix

@@ -128,7 +128,7 @@ def _azure_left(event: _AzureEvent, now: float) -> float:
 
 
 def signalled(found: tuple[NoticePlace, ...], environment: Mapping[str, str], now: float) -> Notice:
-    """What SIGTERM says of the time that is left; nothing is known outside a pod and a job: none is."""
+    """Return what SIGTERM says of the time that is left: nothing, outside of a pod or a job."""
     if "slurm" in found:
         left_s = _number(environment.get("SLURM_JOB_END_TIME", "")) - now
         return Notice("Slurm: the job's time is over", left_s if 0.0 < left_s <= _SLURM_NEAR_S else 0.0)

@@ -167,7 +167,7 @@ def num_splits(num_samples: int, num_kv: int, num_processors: int) -> int:
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """Each row's heads side by side; rows may be apart, as those of a merged product are."""
+    """Return each row's heads side by side; rows may be apart, as those of a merged product are."""
     return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()
 
 

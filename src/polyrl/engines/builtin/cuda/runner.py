@@ -139,7 +139,7 @@ class CudaRunner:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """The model may be another's: its weights are all there afterwards, and no cache is."""
+        """Drop the cache, and leave all weights of the model in place: it may be another's."""
         self._forget_graphs()
         if self._offloading is not None:
             self._offloading.bring_back()
@@ -208,7 +208,7 @@ class CudaRunner:
         return Drawn([drawn[at][0] for at in asked], [drawn[at][1] for at in asked])
 
     def _prefill(self, chunks: Sequence[Chunk]) -> Tensor:
-        """The rows that are wanted, as the last layer leaves them."""
+        """Return the wanted rows, as the last layer leaves them."""
         in_place = self._invariant_tokens
         shape = None
         if in_place or self._prefilling.has_graphs:

@@ -187,7 +187,7 @@ def _plain(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _is_plain(model: Any) -> bool:
-    """Whether the model is a decoder as we know it: plain linear layers whose sizes are those of whole tiles."""
+    """Return whether the model is a decoder as we know it: plain linear layers whose sizes are those of whole tiles."""
     if type(model).__name__ not in PLAIN_DECODERS or type(model.lm_head) is not nn.Linear:
         return False
     config = model.config.get_text_config()

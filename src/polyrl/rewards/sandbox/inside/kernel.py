@@ -36,7 +36,7 @@ def mount(kind: str, target: str, flags: int, options: str) -> None:
 
 
 def set_dumpable(*, allowed: bool) -> None:
-    """Whether processes of the same user may look into this one."""
+    """Say whether processes of the same user may look into this one."""
     _prctl("PR_SET_DUMPABLE", _SET_DUMPABLE, int(allowed))
 
 

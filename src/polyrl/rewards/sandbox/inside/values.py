@@ -21,7 +21,7 @@ class NotPlain(Exception):
 
 
 def encode(value: Any, depth: int = 0, other: Callable[[Any], Any] | None = None) -> Any:
-    """Describe a value. What is not plain data is described by `other`, or else by its type's name."""
+    """Describe a value. Anything but plain data is described by `other`, or else by its type's name."""
     if depth > MAX_DEPTH:
         return {"other": "a value that is nested too deeply"}
     kind = type(value)

@@ -1,0 +1,39 @@
+"""Docstrings read at first sight: their sentences have a subject, and what a function does is said as an imperative."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "src" / "polyrl"
+
+NO_SUBJECT = re.compile(r"(?<=[.;] )(Who|What|One that|One who) \w+[^?]*?(?=[.;]|$)")
+"""A sentence within a paragraph whose subject is a riddle: "What came too late is dropped."."""
+NO_VERB = re.compile(r"(The|A|An|Whether|How|What|Which|Whose|Where|Each|Every|All|These) ")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def documented() -> Iterator[tuple[str, ast.AST, str]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, Function | ast.ClassDef | ast.Module) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(PACKAGE)}:{getattr(node, 'name', '')}", node, text
+
+
+def is_asked_for_a_result(node: ast.AST) -> bool:
+    """Whether this is a function that returns something, and neither a property nor a context nor a kernel."""
+    if not isinstance(node, Function) or node.returns is None or ast.unparse(node.returns) == "None":
+        return False
+    decorated = " ".join(ast.unparse(one) for one in node.decorator_list)
+    return not re.search(r"property|contextmanager|jit|abstract", decorated) and not node.name.startswith("__")
+
+
+def test_no_sentence_begins_with_a_bare_who_what_or_one():
+    found = [f"{where}: {riddle[0]}" for where, _, text in documented() for riddle in NO_SUBJECT.finditer(text)]
+    assert not found, "\n".join(found)
+
+
+def test_a_function_with_a_result_says_in_its_first_words_what_it_does():
+    found = [where for where, node, text in documented() if is_asked_for_a_result(node) and NO_VERB.match(text)]
+    assert not found, "\n".join(found)
