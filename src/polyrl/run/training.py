@@ -86,15 +86,14 @@ def train(
     async def run(models: RestoredModels, point: ResumePoint | None) -> str:
         training = Training(checked.recipe, run_dir, models, checked.tasks, checked.tls, point, companion, watch)
         try:
-            with ended_from_outside(checked.recipe, run_dir):
-                return await until_interrupted(training.run(), leaving(checked.recipe, run_dir))
+            return await until_interrupted(training.run(), leaving(checked.recipe, run_dir))
         finally:
             await checked.tasks.close()
 
     with preflight.logging_to(run_dir, logging.WARNING if quiet else logging.INFO):
         if resumed is not None and point is not None:
             point = resuming.finish_logged_steps(resumed.before, checked.recipe, run_dir, point)
-        with resuming.restored(checked.recipe, run_dir, point) as models:
+        with resuming.restored(checked.recipe, run_dir, point) as models, ended_from_outside(checked.recipe, run_dir):
             return run_loop(run(models, point))
 
 

@@ -126,7 +126,7 @@ def _hear_in_a_run(run: Run, session: WorkerSession, frame: NewsOfAnEngine) -> N
 
 
 def _leaving(lobby: Lobby, session: WorkerSession, why: str, notice_s: Seconds) -> None:
-    """Let a worker go that wants to. One that says it again, while it hands over, says nothing new."""
+    """Let a worker go that wants to. While it hands over, a repetition is nothing new."""
     worker = None if lobby.run is None else lobby.run.seat_of(session)
     if worker is None or worker.state != "draining":
         _count_news(lobby, session, "that it leaves")

@@ -31,6 +31,8 @@ from polyrl.scheduling.rules.staleness import oldest_version
 
 _MANY_NAMES = 3
 """The first rules that prefer workers that have answered: a stranger may join under as many names as it likes."""
+_MANY_SILENT = 7
+"""The first rules that do so for samples of workers that bring nothing."""
 
 
 def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
@@ -46,6 +48,17 @@ def keeps(desk: Desk, worker: Worker, sample: TrackedSample) -> None:
     """A worker keeps a sample and brings next to nothing of it: it fails it, and another worker gets it."""
     sample.num_failures += 1
     note(desk, worker, desk.groups[sample.group])
+
+
+def is_unproven(desk: Desk, worker: Worker) -> bool:
+    """Return whether a worker has brought no answer, while one that has is there for what it takes with it.
+
+    Otherwise all the names under which one process joins could have the samples, one after the other, and let a
+    time-out pass with each.
+    """
+    if desk.state.rules < _MANY_SILENT or worker.is_proven or not worker.leases:
+        return False
+    return any(one.is_proven and one.state != "draining" for one in desk.seats.values())
 
 
 def has_failed(desk: Desk, worker: Worker, sample: TrackedSample, reason: LeaseEnd) -> bool:

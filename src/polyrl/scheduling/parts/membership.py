@@ -22,8 +22,6 @@ from polyrl.scheduling.rules.weight_delivery import TRAINER
 
 _LOOK_AGAIN_S = 1.0
 MOST_DEATHS = 8
-_MANY_SILENT = 7
-"""The rules from which on names are many that say nothing."""
 
 
 def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
@@ -172,7 +170,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
         state.scaling.num_lost += not worker.local and (worker.is_taken or not drained)
     for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
         desk.deadlines.clear((name, worker.seat))
-    is_unproven, failed_before = _is_unproven(desk, worker), worker.failed_groups[:]
+    is_unproven, failed_before = failures.is_unproven(desk, worker), worker.failed_groups[:]
     for lease in list(worker.leases):
         sample = desk.leases[lease]
         if is_unproven and sample.num_tokens <= sample.moved_at and sample.group not in failed_before:
@@ -190,17 +188,6 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
         desk.commands.append(ForgetWorker(worker.name, why, rejoin and not drained, drained))
 
 
-def _is_unproven(desk: Desk, worker: Worker) -> bool:
-    """Whether a worker has brought no answer, while one that has is there for what it takes with it.
-
-    Otherwise all the names under which one process joins could have the samples, one after the other, and let a
-    time-out pass with each.
-    """
-    if desk.state.rules < _MANY_SILENT or worker.is_proven or not worker.leases:
-        return False
-    return any(one.is_proven and one.state != "draining" for one in desk.seats.values())
-
-
 def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
     """Take samples back that brought no token for too long; give the worker up if that is all of them."""
     desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s)
@@ -214,7 +201,7 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
     for sample in held:
         sample.seen_tokens = sample.num_tokens
     if all_stall:
-        for sample in held if _is_unproven(desk, worker) else ():
+        for sample in held if failures.is_unproven(desk, worker) else ():
             failures.keeps(desk, worker, sample)
         rejoin = credit.may_rejoin(desk, worker)
         lose(desk, worker, "it has samples and brings no token", now, tell=True, rejoin=rejoin)
