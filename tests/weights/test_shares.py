@@ -185,7 +185,7 @@ def test_a_node_that_answers_late_is_waited_for():
 
 def test_an_address_that_no_pull_needs_is_not_waited_for_again():
     with stage() as on:
-        nodes, peer = Nodes(on), on.peer()
+        nodes, peer = Nodes(on), on.peer(settings=replace(SETTINGS, stall_s=30.0))
         deaf = on.wire(nodes.servers[0].addresses[0], Faults(stall_at=0, once=False))  # accepts, and says nothing
         took: list[float] = []
         for version in (1, 2):
