@@ -76,7 +76,7 @@ class ModelText:
 
     @staticmethod
     def had_special(said: str) -> bool:
-        """Whether `as_text` found a special token in it."""
+        """Return whether `as_text` found a special token in it."""
         return _BREAK in said
 
     def encode_rendered(self, written: str) -> list[int]:
