@@ -162,6 +162,26 @@ def test_async_functions_run_beside_each_other_in_a_process():
     assert with_pool(body) == 8
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_async_function_of_a_person_runs_beside_none_of_ours(processes: int):
+    async def body(pool: RewardPool) -> tuple[int, int]:
+        own = asyncio.create_task(score(pool, "waits_for_ever"))
+        while not pool.state().running:
+            await asyncio.sleep(0.01)
+        ours = asyncio.create_task(pool.score("code", given("print(1)", tests=[{"stdin": "", "stdout": "1"}])))
+        if processes > 1:
+            await asyncio.wait([ours])  # with a reward, or without bubblewrap
+        else:
+            assert not (await asyncio.wait([ours], timeout=0.5))[0]
+        found = len(pool.pids), pool.state().waiting
+        for one in (own, ours):
+            one.cancel()
+        await asyncio.gather(own, ours, return_exceptions=True)
+        return found
+
+    assert with_pool(body, processes) == (processes, 2 - processes)
+
+
 def test_every_process_fills_up_with_async_functions_from_the_first_answers_on():
     """The second process to begin one has room as well, before any answer has ended."""
 

@@ -177,6 +177,8 @@ class RewardProcess(asyncio.Protocol):
         """Whether it has one answer, and may get no other beside it."""
         self.is_shared = False
         """Whether it runs async functions, several at a time."""
+        self.runs_own = False
+        """Whether the function that it was given last is a person's own."""
         self._started = self._loop.create_task(self._start())
 
     @property

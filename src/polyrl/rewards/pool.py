@@ -4,10 +4,11 @@
     reward = await pool.score("math", given)          # or RewardFailed
     await pool.close()
 
-No user function runs in the trainer. A plain function has a process to itself; async functions share a process, up to
-a limit. Processes are started on demand. Built-in functions that cannot take long run in the trainer. Beside the
-processes, or instead of them, there are places at reward workers (remote/places.py): an answer goes to a process if one
-is free, otherwise to a reward worker, and waits as long as there is neither.
+No user function runs in the trainer. A plain function has a process to itself; async functions share a process, up to a
+limit, a person's own with each other and ours with ours: one that blocks holds up no judge. Processes are started on
+demand. Built-in functions that cannot take long run in the trainer. Beside the processes, or instead of them, there are
+places at reward workers (remote/places.py): an answer goes to a process if one is free, otherwise to a reward worker,
+and waits as long as there is neither.
 
 Rules kept here: until the first call of a function has begun, no second process is started for it: only then is it
 known whether its calls share one. A function that hangs is killed with its process. A function that crashes its process
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import NamedTuple
 
+from polyrl.config.plugins import is_own
 from polyrl.config.rewards import STAYS
 from polyrl.errors import ConfigError, plain
 from polyrl.rewards import arithmetic
@@ -246,6 +248,7 @@ class RewardPool:
             place.num_asking += 1
             place.is_alone = waiting.alone
             place.is_shared = self._is_async.get(waiting.name, False) and not waiting.alone
+            place.runs_own = is_own(waiting.name)
             if waiting.name not in self._is_async:
                 self._first[waiting.name] = place
         waiting.place.set_result(place)
@@ -261,11 +264,13 @@ class RewardPool:
         if waiting.name not in self._is_async and waiting.name in self._first:
             return None  # async functions share a process, and each further one would load a reward model again
         usable = [one for one in self._processes if one.is_usable]
+        alike = [one for one in usable if one.runs_own == is_own(waiting.name)]
         if self._is_async.get(waiting.name, False):
-            shared = [one for one in usable if one.is_shared and 0 < one.num_asking < self._together]
+            shared = [one for one in alike if one.is_shared and 0 < one.num_asking < self._together]
             if shared:
                 return min(shared, key=lambda one: one.num_asking)
-        return next((one for one in usable if not one.num_asking), None) or self._start_one()
+        idle = [one for one in usable if not one.num_asking]
+        return next((one for one in idle if one in alike), None) or self._start_one() or next(iter(idle), None)
 
     def _start_one(self) -> RewardProcess | None:
         if len(self._processes) >= self._max_processes:
