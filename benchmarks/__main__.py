@@ -39,6 +39,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "benchmarks.weights.compare",
     ),
     "delta": Benchmark("deltas of optimizer steps beside a published codec", "a minute", "benchmarks.delta"),
+    "markets": Benchmark(
+        "the autoscaler on spot markets drawn anew, beside a fixed fleet and a greedy one",
+        "minutes",
+        "benchmarks.markets",
+    ),
     "recovery": Benchmark(
         "how fast a manager that was killed has read its run again", "two minutes", "benchmarks.recovery"
     ),

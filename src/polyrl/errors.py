@@ -65,12 +65,13 @@ class LawViolation(PolyrlError):
 
 
 _SHOWN_CHARACTERS = 300
+_MOST_CHARACTERS = 1 << 14
 _MAX_REASON = 2000
 
 
 def one_line(error: BaseException) -> str:
     """Return an exception of foreign code as one line, `TypeName: message`, shortened if it is long."""
-    text = plain(" ".join(str(error).split()))
+    text = plain(" ".join(str(error)[:_MOST_CHARACTERS].split()))
     return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
@@ -78,8 +79,10 @@ def plain(text: str) -> str:
     """Return untrusted text as one line that is safe in a terminal: whitespace becomes a space, the rest is escaped.
 
     Otherwise a newline could forge a line of a log, an escape sequence could move the cursor, and a direction mark
-    could show the following text backwards.
+    could show the following text backwards. Of a long text only the beginning is returned: escaping takes a second for
+    every few megabytes, and a decoder's message has the very tag that it does not know.
     """
+    text = text[:_MOST_CHARACTERS]
     if text.isprintable():
         return text
     return "".join(map(_shown, text))

@@ -647,6 +647,29 @@ def test_an_install_that_nobody_waits_for_any_more_still_writes_its_version_down
 # Ending
 
 
+def test_a_conversation_whose_tool_runs_keeps_its_cache_until_somebody_who_runs_needs_the_room(folder):
+    """No rule of the scheduler keeps or drops it (docs/concepts/episodes.md): kept, it costs nobody a place."""
+
+    async def script(stage: Stage) -> None:
+        async def turn(said: list[int], num_given: int) -> int:
+            """Hold a turn of a conversation; return how many tokens of its prompt were not computed again."""
+            before = stage.engine.stats().num_reused
+            said += [*(await stage.text(prompt=list(said), max_tokens=8, sampling=GREEDY)), *range(50, 50 + num_given)]
+            assert stage.engine.stats().kv_used == 0.0, "what a conversation left behind takes no room"
+            return stage.engine.stats().num_reused - before
+
+        first, second = list(range(100, 164)), list(range(200, 264))
+        assert await turn(first, 8) == await turn(second, 8) == 0
+        assert await turn(first, 8) >= 64, "beside another one that fits"
+        assert await turn(list(range(300, 420)), 0) == 0
+        assert await turn(first, 8) >= 64, "the one that nobody asked for longest went first"
+        assert await turn(second, 8) < 64
+        assert await turn(list(range(200, 432)), 0) < 200, "somebody who needs all of it"
+        assert await turn(first, 8) < 64
+
+    play(script, folder, slots=4, kv_tokens=256, block_tokens=8)
+
+
 def test_an_abort_frees_place_and_cache_at_once(folder):
     async def script(stage: Stage) -> None:
         leases = [stage.begin(seed=seed, max_tokens=1000, sampling=ON) for seed in range(6)]

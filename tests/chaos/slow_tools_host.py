@@ -22,6 +22,7 @@ class SlowTools:
 
     name: str = "tools"
     num_tasks: int | None = None
+    max_at_once: int | None = None
 
     async def start(self) -> None:
         pass

@@ -18,6 +18,8 @@ class CaseCall(NamedTuple):
     saw: list[int]
     drew: list[int]
     finish: str = "stop"
+    paid: bool = True
+    """False: somebody else asked the policy, such as the user whom it plays."""
 
 
 class CaseSequence(NamedTuple):

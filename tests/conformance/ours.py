@@ -133,7 +133,9 @@ def keys_of(one: TrainSample) -> list[tuple[Tokens, int]]:
 
 def _played(one: CaseEpisode) -> Played:
     logprobs = [-1.0] * sum(len(call.drew) for call in one.calls)
-    return Played([(call.saw, call.drew) for call in one.calls], one.reward, one.calls[-1].finish, logprobs)
+    unpaid = [number for number, call in enumerate(one.calls) if not call.paid]
+    calls = [(call.saw, call.drew) for call in one.calls]
+    return Played(calls, one.reward, one.calls[-1].finish, logprobs, untrained=unpaid)
 
 
 def _groups(episodes: list[CaseEpisode]) -> list[list[TrainSample]]:

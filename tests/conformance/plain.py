@@ -70,7 +70,7 @@ class PlainTrainer:
 
 
 def _num_drawn(one: CaseEpisode) -> int:
-    return sum(len(call.drew) for call in one.calls)
+    return sum(len(call.drew) for call in one.calls if call.paid)
 
 
 def _whitened(one: CaseEpisode, episodes: list[CaseEpisode], number: Callable[[CaseEpisode], float]) -> float:
@@ -81,8 +81,8 @@ def _whitened(one: CaseEpisode, episodes: list[CaseEpisode], number: Callable[[C
 
 def _sequences(episode: CaseEpisode) -> list[CaseSequence]:
     found: list[CaseSequence] = []
-    for saw, drew, _ in episode.calls:
-        if not drew:
+    for saw, drew, _, paid in episode.calls:
+        if not (drew and paid):
             continue
         begun = [each for each in found if saw[: len(each.tokens)] == each.tokens]
         longest = max(begun, key=lambda each: len(each.tokens), default=CaseSequence([], ""))

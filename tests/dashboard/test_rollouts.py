@@ -4,11 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.properties.hostile import play
 from tests.unit.test_cli_samples import episode, write
 
+from polyrl.cli.main import main
 from polyrl.dashboard.following import Follower
 from polyrl.dashboard.rollouts import Rollouts, SampleFilter, pieces
-from polyrl.errors import UserError
+from polyrl.errors import JournalError, UserError
+from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD
+from polyrl.journal.records import encode_header, encode_record
 from polyrl.run.kept_samples import text_decoder
 from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.state import entries
@@ -26,6 +30,41 @@ def test_a_step_is_listed_with_rewards_parts_and_writers(tmp_path: Path):
     assert (first["name"], first["reward"], first["parts"], first["state"]) == ("1/0", 0.25, {"style": 0.5}, "trained")
     assert first["answer_begin"] == "5 6 7"
     assert told["samples"][3]["state"] == "rejected"
+
+
+def begun_run(run_dir: Path) -> Rollouts:
+    """A run with the answers of step 0, and more rounds in its journal, whose payload cannot be read."""
+    write(run_dir, 0)
+    world, folder = play(6, num_events=200), run_dir / LIVE_FOLDER
+    folder.mkdir()
+    records = b"".join(encode_record(*one) for one in world.log)
+    (folder / f"{EVENTS}-000001.bin").write_bytes(encode_header(world.config) + records)
+    (folder / f"{PAYLOAD}-000001.bin").write_bytes(b"who reads this fails")
+    follower = Follower(run_dir, live=False)
+    follower.start()
+    assert follower.wait(20.0)
+    return Rollouts(run_dir, text_decoder(run_dir), follower)
+
+
+def test_trained_answers_are_shown_without_a_look_at_the_managers_payload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shown = begun_run(tmp_path)
+    assert shown.listed(None, SampleFilter(), 0, 100)["num"] == 4
+    assert shown.one(0, "1/0")["reward"] == 0.25
+    begun = shown.steps()[1:]
+    assert begun and min(begun) > 0
+    with pytest.raises(JournalError, match="not a run's payload"):
+        shown.listed(begun[0], SampleFilter(), 0, 100)
+    assert main(["samples", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("4 shown; step 0 are kept")
+
+
+def test_a_step_without_answers_yet_is_left_out_of_those_of_its_prompt(tmp_path: Path):
+    shown = begun_run(tmp_path)
+    (tmp_path / LIVE_FOLDER / f"{PAYLOAD}-000001.bin").unlink()
+    planned = next(one for group in range(1_000) if (one := shown._follower.prompt_of(group)) and one.step > 0)
+    assert shown.prompt(planned.domain_number, planned.prompt) == []
 
 
 @pytest.mark.parametrize(

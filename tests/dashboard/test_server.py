@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from yarl import URL
 from polyrl.cli.dash import live_link
 from polyrl.cli.main import main
 from polyrl.dashboard.server import DashboardServer, serving, write_or_cut
-from polyrl.dashboard.watched import WatchedRun
+from polyrl.dashboard.watched import WatchedRun, dollars_by_cause
 from polyrl.errors import UserError
 from polyrl.journal.files import FILE_NAME
 from polyrl.manager import page
@@ -64,6 +65,8 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
             for name in ("now", "metrics", "ledger", "timeline", "samples", "fleet"):
                 code, told = await get(session, name)
                 assert code == 200 and told, name
+            spent = (await get(session, "ledger"))[1]
+            assert sum(sum(one.values()) for one in spent["dollars"].values()) == pytest.approx(spent["usd"]["total"])
             code, told = await get(session, "series", names="time/step_total,nothing", x="seconds")
             assert code == 200 and len(told["x"]) == len(told["columns"]["nothing"])
             assert (await get(session, "sample", step=3, name="1/0"))[1]["reward"] == 0.25
@@ -78,6 +81,34 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
             assert (await get(session, "fleet", text="nobody"))[1]["num"] == 0
 
     run(scenario())
+
+
+def test_the_name_of_a_folder_that_is_no_text_is_written_out(path: Path, tmp_path: Path):
+    odd = tmp_path / os.fsdecode(b"a\xff<b>")
+    shutil.copytree(path, odd)
+
+    async def scenario():
+        async with dashboard(odd) as session:
+            assert (await get(session, "runs"))[1][0]["name"] == r"a\udcff<b>"
+            assert (await get(session, "now"))[1]["name"] == r"a\udcff<b>"
+
+    run(scenario())
+
+
+def test_dollars_are_told_by_what_they_were_spent_on():
+    workers = [
+        {"usd": 6.0, "seconds": {"generating": 20.0, "idle": 10.0}},
+        {"usd": 1.0, "seconds": {"idle": 5.0}},
+        {"usd": 0.0, "seconds": {}},
+    ]
+    usd = {"trainer": 10.0, "hosts": 2.0, "reward_workers": 0.0}
+    found = dollars_by_cause({"workers": workers, "usd": usd}, {"training": 0.75, "waiting for rewards": 0.25})
+    assert found == {
+        "trainer": {"training": 7.5, "waiting for rewards": 2.5},
+        "workers": {"generating": 4.0, "idle": 3.0},
+        "hosts": {"in all": 2.0},
+        "reward workers": {"in all": 0.0},
+    }
 
 
 def test_without_the_token_there_is_the_page_and_nothing_of_the_run(path: Path):

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 from tests.dashboard.test_alarms import STATUS
+from tests.telemetry.test_metrics import a_line
 
 from polyrl.dashboard.waiting import WORDS, TimePart, TimeUse, WaitingContext, doing, slowest
 from polyrl.scheduling.core.desk import Desk
@@ -73,16 +74,23 @@ def test_a_run_that_trains_has_nothing_that_holds_it_up():
 
 
 def test_what_holds_it_up_is_said_with_why_what_it_costs_and_what_to_do():
-    around = WaitingContext(STATUS, join="polyrl worker --join URL")
+    around = WaitingContext(STATUS, [a_line()], join="polyrl worker --join URL", validation_every=1)
     for name in WORDS:
         found = slowest([part(name, 60.0, usd=2.0), part("trains", 40.0)], around)
         if found is None:
-            assert name in ("trains", "validates", "updates", "writes")
+            assert name in ("trains", "writes")
             continue
         assert "60% of the trainer's time" in found.what and found.why and found.do
         assert found.costs == "60.0 s of the last 100 s, and $2.00 of what they cost: $72.00 an hour"
+    validates = slowest([part("validates", 90.0)], around)
+    assert validates is not None and validates.why.startswith("after every step, all validation prompts")
     gone = slowest([part("no worker", 90.0)], around)
     assert gone is not None and gone.do.endswith("polyrl worker --join URL")
+
+
+@pytest.mark.parametrize("name", ["updates", "validates"])
+def test_what_comes_before_a_first_step_holds_nothing_up(name: str):
+    assert slowest([part(name, 90.0)], WaitingContext(STATUS)) is None
 
 
 def test_a_slow_worker_is_named_where_steps_wait_for_the_last_answers():

@@ -45,8 +45,8 @@ COMMANDS = {
 NEEDS_TRITON = ("profile", "tune")
 
 
-def test_every_script_has_a_small_command():
-    assert {path.stem for path in FOLDER.glob("check_*.py")} == COMMANDS.keys()
+def test_every_file_is_a_script_with_a_small_command_or_what_they_share():
+    assert {path.stem for path in FOLDER.rglob("*.py")} == {*COMMANDS, "setting", Path(__file__).stem}
 
 
 @pytest.mark.gpu_scripts

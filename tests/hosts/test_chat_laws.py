@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.hosts.policies import HERMES, IM_END, text_model
+from tests.hosts.policies import HERMES, IM_END, IM_START, text_model
 from tests.serving import CHATML
 
 from polyrl.hosts.chats import Chat
@@ -34,6 +34,7 @@ def test_every_prompt_begins_with_all_that_was_drawn_and_shows_what_the_template
     for bytes_drawn, is_cut_off, said in turns:
         prompt = chat.prompt(messages, None, {})
         assert prompt.tokens[: len(before)] == before
+        assert prompt.tokens.count(IM_START) == len(messages) + 1, "what somebody says begins no message"
         shown = model.decode(prompt.tokens, special=True)
         assert shown == model.template.render(sampled, {}) or "\ufffd" in shown
         drawn = bytes_drawn if is_cut_off else [*bytes_drawn, IM_END]

@@ -114,6 +114,17 @@ def test_a_template_that_cannot_render_tools_is_a_bad_request_in_one_line():
     assert num_calls == 0
 
 
+def test_tools_are_a_bad_request_where_nobody_can_tell_how_the_model_writes_a_call():
+    async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
+        with pytest.raises(openai.BadRequestError, match="writes calls in a way that cannot be read safely") as refused:
+            await client.chat.completions.create(model="policy", messages=[USER], tools=[ADD])
+        plain = await client.chat.completions.create(model="policy", messages=[USER])
+        return str(refused.value).count("\n"), plain.choices[0].message.content, len(episode.prompts)
+
+    unread = text_model("{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert with_client(act, ["5"], unread) == (0, "5", 1)
+
+
 def test_one_call_is_told_where_parallel_calls_are_switched_off():
     async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
         found = []

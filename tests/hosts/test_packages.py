@@ -254,6 +254,22 @@ def test_a_policy_that_fills_the_context_ends_its_episode_of_verifiers_and_is_sc
 
 
 @needs("verifiers")
+def test_of_a_conversation_with_a_user_whom_the_policy_plays_the_assistants_calls_alone_are_trained(
+    sums: dict[str, Any],
+):
+    sums = {"id": "user-sim", "taskset": sums["taskset"], "user": {"harness": {"id": "null"}, "max_turns": 4}}
+
+    def both(prompt: str) -> str:
+        is_user = "You are role-playing a USER" in prompt
+        return ("###DONE###" if "\n5<|im_end|>" in prompt else "what is 3 + 2?") if is_user else "5"
+
+    end, episode = play("verifiers", sums, both)
+    of_user = [at for at in range(len(episode.prompts)) if "You are role-playing a USER" in episode.shown(at)]
+    assert len(episode.prompts) > len(of_user) > 1
+    assert list(end.untrained) == of_user
+
+
+@needs("verifiers")
 def test_verifiers_own_renderer_sends_tokens_with_the_session_of_its_trace(sums: dict[str, Any], tmp_path: Path):
     from polyrl.hosts.known_families import find_family
     from polyrl.hosts.texts import load_text

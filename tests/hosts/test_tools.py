@@ -57,11 +57,15 @@ ADD = WrittenCall("add", '{"a": 1}')
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', WrittenAnswer("", [ADD])),
         ("mistral", 'well [TOOL_CALLS]add{"a": 1}', WrittenAnswer("well", [ADD])),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}', WrittenAnswer("", [ADD, ADD])),
-        (None, "<tool_call>{}</tool_call>", WrittenAnswer("<tool_call>{}</tool_call>", [])),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "add", "arguments": {"a": }}]',
+            WrittenAnswer("", [WrittenCall("add", '{"a": }')]),
+        ),
     ],
 )
 def test_calls_are_read_as_the_family_writes_them_and_bad_ones_are_passed_on(
-    family: ToolFamily | None, text: str, expected: WrittenAnswer
+    family: ToolFamily, text: str, expected: WrittenAnswer
 ):
     assert read_answer(text, family) == expected
 

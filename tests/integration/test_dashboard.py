@@ -1,7 +1,9 @@
 """The dashboard on the manager's port: a process of its own, behind the manager's tokens; a browser harms nobody."""
 
 import asyncio
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,11 @@ import aiohttp
 import psutil
 import pytest
 from tests.integration.live import CONFIG, check_right, honest_worker, manager, play_round, prompts_of, run, trainer
+from tests.properties.hostile import play
+from tests.telemetry.test_account import write_journal
 
 from polyrl.cli.dash import live_link
+from polyrl.journal.files import FILE_NAME
 from polyrl.wire.credentials import bearer
 
 
@@ -44,6 +49,36 @@ def test_a_live_run_is_shown_to_whoever_may_look_and_to_nobody_else(tmp_path: Pa
             code, rows = await get(http, f"{live.url}/dash/api/timeline", live.token("view"))
             assert "honest" in [row["name"] for row in rows["rows"]]
             assert await asyncio.to_thread(live_link, tmp_path) == f"{live.url}/dash/#token={live.token('view')}"
+
+    run(scenario(), 90.0)
+
+
+def test_a_live_run_beside_another_is_live_until_its_manager_goes(tmp_path: Path):
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack, aiohttp.ClientSession() as http:
+            live = await stack.enter_async_context(manager(tmp_path / "live"))
+            await stack.enter_async_context(honest_worker(live))
+            fleet = await stack.enter_async_context(trainer(live))
+            await fleet.publish(0)
+            await play_round(fleet, 0)
+            other = write_journal(tmp_path / FILE_NAME, play(1, num_events=50))
+            words = [sys.executable, "-m", "polyrl", "dash", "--no-browser", str(tmp_path / "live"), str(other)]
+            process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+            try:
+                assert process.stdout is not None
+                base, _, token = (await process.stdout.readline()).decode().strip().partition("#token=")
+                url = f"{base}api/now?run=0"
+                told = await until_told(http, url, token)
+                assert told["kind"] == "live" and "--resume" not in json.dumps(told["findings"])
+                _, runs = await get(http, f"{base}api/runs", token)
+                assert [(one["live"], one["drains"]) for one in runs] == [(True, False), (False, False)]
+                await stack.aclose()
+                while told["kind"] == "live":
+                    await asyncio.sleep(0.5)
+                    _, told = await get(http, url, token)
+            finally:
+                process.terminate()
+                await process.wait()
 
     run(scenario(), 90.0)
 

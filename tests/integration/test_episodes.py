@@ -46,6 +46,7 @@ class EchoEnvironment:
 
     name: str = "echo"
     num_tasks: int | None = None
+    max_at_once: int | None = None
 
     def __init__(self, after_call: Callable[[Episode, int], object] | None = None) -> None:
         self.after_call = after_call
@@ -130,6 +131,25 @@ async def one_round(tmp_path: Path, environment: EchoEnvironment) -> list[Group]
 def test_an_episode_of_three_calls_is_played_and_delivered_with_all_that_the_policy_saw(tmp_path):
     groups = run(one_round(tmp_path, EchoEnvironment()))
     check(groups)
+
+
+def test_a_host_claims_no_more_places_than_its_environment_has(tmp_path):
+    """As a server has sessions: whoever waits for one within the environment spends its first turn's time there."""
+    at_once = [0, 0]
+
+    class Small(EchoEnvironment):
+        max_at_once = 2
+
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            at_once[0] += 1
+            at_once[1] = max(at_once)
+            try:
+                return await super().play(episode)
+            finally:
+                at_once[0] -= 1
+
+    check(run(one_round(tmp_path, Small())))
+    assert at_once == [0, 2]
 
 
 def test_calls_of_one_episode_draw_with_random_numbers_of_their_own(tmp_path):
@@ -234,6 +254,26 @@ def test_a_failed_episode_is_begun_again_and_then_leaves_its_group_and_is_never_
             ledger = live.service.lobby.need_run().scheduler.ledger
             assert ledger.episodes_ended == {"scored": 6, "failed": 6}
             assert ledger.samples_discarded == {"failed": 2}
+
+    run(scenario(), 60.0)
+
+
+def test_calls_that_the_environment_does_not_pay_for_are_delivered_as_such(tmp_path):
+    class WithUser(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            return msgspec.structs.replace(await super().play(episode), untrained=(1, 7))
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, WithUser()),
+        ):
+            await fleet.publish(0)
+            for group in await play_round(fleet, 0):
+                for sample in group.samples:
+                    assert [call.is_trained for call in sample.calls] == [True, False, True]
 
     run(scenario(), 60.0)
 

@@ -211,6 +211,22 @@ def test_a_flood_of_frames_is_refused(tmp_path):
     run(scenario())
 
 
+def test_a_host_that_says_again_and_again_that_it_leaves_fills_no_journal(tmp_path):
+    async def scene() -> None:
+        async with manager(tmp_path) as live, honest_worker(live), trainer(live, CONFIG) as fleet, liar(live) as peer:
+            await fleet.publish(0)
+            playing = asyncio.create_task(play_round(fleet, 0))
+            await until(lambda: len(peer.played) > 0, "it plays episodes, and so stays a while")
+            for _ in range(300):
+                await peer.say(frames.Leaving("\U0001f600" * 2000))
+            await peer.say(frames.Goodbye("it is over"))
+            await until(lambda: peer.release is not None, "it is let go")
+            playing.cancel()
+
+    run(scene())
+    assert sum(one.stat().st_size for one in tmp_path.rglob("*.bin")) < 100_000
+
+
 def test_a_host_cannot_say_that_it_plays_more_than_it_has_places(tmp_path):
     async def scenario() -> None:
         async with (

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -122,6 +123,22 @@ def test_bytes_that_are_no_frame_are_refused(tmp_path: Path, raw: bytes):
     scene = run(beside_an_honest_worker(tmp_path, lambda peer, _: peer.send(raw)))
     assert scene.fate.why.startswith("refused: not a frame")
     assert scene.refused == {"frame": 1}
+
+
+def test_a_tag_of_many_megabytes_costs_nobody_a_moment(tmp_path: Path):
+    """The decoder's message has the tag whole; to write its control characters out would take seconds."""
+    spent: list[float] = []
+
+    async def act(peer: Peer, _order: frames.Order) -> None:
+        raw = frames.encode(["\x00" * (14 << 20), 1])
+        began = time.process_time()  # of the manager too, which is in this process
+        await peer.send(raw)
+        await peer.fate()
+        spent.append(time.process_time() - began)
+
+    scene = run(beside_an_honest_worker(tmp_path, act))
+    assert scene.refused == {"frame": 1}
+    assert spent[0] < 1.5
 
 
 # Frames that cannot be true
@@ -353,6 +370,7 @@ FLOODS: dict[str, tuple[frames.FromWorker, ...]] = {
     "failed installs": (frames.InstallFailed(0, "x" * 1900),),
     "outages": (frames.Down("x" * 1900),),
     "outages and ends of them": (frames.Down("x" * 1900), frames.Back(-1)),
+    "notices": (frames.Leaving("x" * 1900, 5000.0), frames.Leaving("x" * 1900, 6000.0)),
 }
 
 
@@ -368,11 +386,50 @@ def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(
                 await peer.say(*FLOODS[name])
 
     scene = run(beside_an_honest_worker(tmp_path, act))
-    assert scene.fate.why.startswith("refused: too many frames within a heartbeat")
+    assert scene.fate.why.startswith(("refused: too many frames within a heartbeat", "refused: too much news"))
     assert scene.refused.pop("flood") == 1
     assert set(scene.refused) <= {"late_news"}
     assert len(caplog.records) < 30
     assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 1 << 20
+
+
+WIDE = "\U0001f600" * 2000
+"""As many bytes as the reason of a frame can have."""
+NEWS: dict[str, tuple[frames.FromWorker, ...]] = {
+    "notices": (frames.Leaving(WIDE, 5000.0), frames.Leaving(WIDE, 6000.0)),
+    "outages and ends of them": (frames.Down(WIDE), frames.Back(-1)),
+    "that it leaves": (frames.Leaving(WIDE),),
+    "a version that it has": (frames.Installed(0),),
+}
+
+
+@pytest.mark.parametrize("name", NEWS)
+def test_a_worker_that_comes_again_and_again_with_news_fills_neither_journal_nor_log(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+):
+    """Whatever is allowed within one life is allowed once a join: twenty times a second."""
+    num_lives = 10
+
+    async def scene() -> None:
+        async with manager(tmp_path, ManagerSettings()) as live, trainer(live) as fleet:
+            await fleet.publish(0)
+            for life in range(num_lives):
+                async with Peer(live, f"mallory-{life}") as peer:
+                    await peer.enter()
+                    with contextlib.suppress(ConnectionError):
+                        for _ in range(290 // len(NEWS[name])):
+                            await peer.say(*NEWS[name])
+                        await peer.say(frames.Goodbye(WIDE))
+                    await peer.fate()
+
+    run(scene())
+    assert sum(one.stat().st_size for one in tmp_path.rglob("*.bin")) < num_lives * 16_000
+    assert sum(len(one.getMessage().encode()) for one in caplog.records) < num_lives * 16_000
+
+
+def test_a_change_of_duty_of_a_worker_without_duties_is_refused(tmp_path: Path):
+    scene = run(beside_an_honest_worker(tmp_path, lambda peer, _: peer.say(frames.OnDuty("training"))))
+    assert scene.fate.why == "refused: a change of duty; only the trainer's own workers have duties"
 
 
 def rows(leases: list[int], count: int) -> frames.NewTokens:

@@ -6,6 +6,7 @@ Against a real manager first, beside one honest worker; then against `polyrl tra
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -16,7 +17,7 @@ import aiohttp
 import msgspec
 import pytest
 from tests.integration.desks import bare_desk, model, polyrl
-from tests.integration.live import CONFIG, Peer, honest_worker, manager, play_round, run, tokens, trainer
+from tests.integration.live import CONFIG, ENGINE, Peer, honest_worker, manager, play_round, run, tokens, trainer
 
 from polyrl.cli.main import main
 from polyrl.scheduling.core.parameters import DomainData, FleetRules
@@ -51,7 +52,9 @@ Act = Callable[[Peer], Awaitable[None]]
 
 
 @asynccontextmanager
-async def under_many_names(live: object, act: Act, *, version: int | None = 0) -> AsyncIterator[None]:
+async def under_many_names(
+    live: object, act: Act, *, version: int | None = 0, num_names: int = NUM_NAMES
+) -> AsyncIterator[None]:
     """Each process joins again, under another name, as soon as it is sent away."""
 
     async def lives(number: int) -> None:
@@ -62,7 +65,7 @@ async def under_many_names(live: object, act: Act, *, version: int | None = 0) -
                     await asyncio.gather(act(peer), beat(peer))
                 await asyncio.sleep(0.05)
 
-    tasks = [asyncio.create_task(lives(number)) for number in range(NUM_NAMES)]
+    tasks = [asyncio.create_task(lives(number)) for number in range(num_names)]
     try:
         yield
     finally:
@@ -107,6 +110,47 @@ def test_names_that_fail_all_that_they_are_given_cost_no_prompt_and_no_sample(tm
             assert ledger.prompts_dropped == {} and ledger.samples_discarded == {}
 
     run(scenario(), timeout_s=60.0)
+
+
+def silent(*, vanishes: bool) -> Act:
+    """Has every version at once, takes what it is given, and says nothing of it, or is gone."""
+
+    async def act(peer: Peer) -> None:
+        while True:
+            frame = frames.decode_to_worker(await peer.socket.receive_bytes())
+            if isinstance(frame, frames.PullOrder):
+                await peer.say(frames.Installed(frame.version, frame.digest))
+            elif isinstance(frame, frames.Orders) and vanishes:
+                raise ConnectionError("gone")
+
+    return act
+
+
+@pytest.mark.parametrize("vanishes", [False, True])
+def test_silent_names_hold_a_round_up_once_and_not_one_after_the_other(tmp_path: Path, vanishes: bool):
+    """With forty of them, a round took ten times `stall_timeout_s`."""
+    timeout_s = 2.0
+    rules = FleetRules(heartbeat_timeout_s=timeout_s, stall_timeout_s=timeout_s)
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            honest_worker(live, msgspec.structs.replace(ENGINE, slots=32)),
+            trainer(live, msgspec.structs.replace(MANY, fleet_rules=rules)) as fleet,
+        ):
+            await fleet.publish(0)
+            await play_round(fleet, 0)
+            async with under_many_names(live, silent(vanishes=vanishes), num_names=24):
+                await asyncio.sleep(1.0)
+                await fleet.publish(1)
+                began = time.monotonic()
+                groups = await play_round(fleet, 1)
+                took_s = time.monotonic() - began
+            assert [len(group.samples) for group in groups] == [4] * 8
+            assert took_s < 2.5 * timeout_s
+            assert live.service.lobby.need_run().scheduler.ledger.prompts_dropped == {}
+
+    run(scenario(), timeout_s=100.0)
 
 
 class Dripper:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ manager.port = 0
 seeding = { initial_s = 0.2, max_step_s = 1.0 }
 """
 MINE = """
+import re
 import time
 from pathlib import Path
 
@@ -30,6 +32,10 @@ def score(given):
 def hang(*given, **more):
     Path("hangs").touch()
     time.sleep(3600)
+
+def keeps_the_interpreter(*given, **more):
+    Path("hangs").touch()
+    re.match("(a+)+$", "a" * 60 + "b")
 
 class Tracker:
     def __init__(self, run_dir, first_step):
@@ -54,26 +60,39 @@ TWINS = ("an advantage", "a tracker")
     "what", [pytest.param(one, marks=[pytest.mark.chaos] if one in TWINS else []) for one in HANGS]
 )
 def test_ctrl_c_ends_a_run_within_two_seconds(bare_desk: Path, what: str):
-    (bare_desk / "mine.py").write_text(MINE)
-    (bare_desk / "recipe.toml").write_text(RECIPE)
-    training = polyrl("train", "recipe.toml", HANGS[what], together=True)
+    code, said = interrupted(bare_desk, HANGS[what], os.kill)
+    assert code == 130, said
+
+
+@pytest.mark.timeout(200)
+def test_so_does_that_of_a_terminal_where_code_keeps_the_interpreter_to_itself(bare_desk: Path):
+    """No handler of Python's runs then, in no thread."""
+    code, said = interrupted(bare_desk, "algorithm.loss=mine:keeps_the_interpreter", os.killpg)
+    assert code == -signal.SIGKILL, said
+
+
+def interrupted(desk: Path, setting: str, send: Callable[[int, int], None]) -> tuple[int, str]:
+    """Interrupt a run while a person's own code hangs. Returns its exit code, and what it said."""
+    (desk / "mine.py").write_text(MINE)
+    (desk / "recipe.toml").write_text(RECIPE)
+    training = polyrl("train", "recipe.toml", setting, together=True)
     until = time.monotonic() + 100
     try:
-        while not (bare_desk / "hangs").exists() and training.poll() is None and time.monotonic() < until:
+        while not (desk / "hangs").exists() and training.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
-        assert (bare_desk / "hangs").exists(), training.communicate()[0] if training.poll() is not None else "no hang"
+        assert (desk / "hangs").exists(), training.communicate()[0] if training.poll() is not None else "no hang"
         time.sleep(0.5)
         began = time.monotonic()
-        os.kill(training.pid, signal.SIGINT)
+        send(training.pid, signal.SIGINT)
         said, _ = training.communicate(timeout=20)
         took = time.monotonic() - began
     finally:
         if training.poll() is None:
             training.kill()
             training.wait()
-    assert training.returncode == 130, said
     assert took < 5.0, said  # two seconds, and what a busy machine adds
     assert "go on with `polyrl train --resume" in said and "Traceback" not in said
-    while processes_in(bare_desk) and time.monotonic() < until:
+    while processes_in(desk) and time.monotonic() < until:
         time.sleep(0.1)
-    assert processes_in(bare_desk) == []
+    assert processes_in(desk) == []
+    return training.returncode, said

@@ -523,6 +523,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "a frame of another peer": (lambda job: raw("send_job", "honest", "life", 1, b""), "frame"),
     "a flood": (lambda job: [frames.encode(r.RewardReport(0, 0, 0))] * 2000, "flood"),
     "a flood of results": (lambda job: [frames.encode(r.JobDone(5, b""))] * 2000, "flood"),
+    "large results that nobody wants": (lambda job: [frames.encode(r.JobDone(5, bytes(7 << 20)))] * 8, "flood"),
 }
 
 

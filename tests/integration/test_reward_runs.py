@@ -115,7 +115,7 @@ def test_several_rewards_are_weighted_and_each_is_told_and_stays_with_its_sample
     shown = capsys.readouterr().out
     assert "(length " in shown and "version 0 on trainer" in shown and max(map(len, shown.splitlines())) <= 80
     assert main(["samples", "runs/tiny", "--step", "9"]) == 2
-    assert "--step: 9 is not kept; expected one from 0 to 1" in capsys.readouterr().err
+    assert "step 9 is not kept; expected one from 0 to 1" in capsys.readouterr().err
 
 
 def doctor(capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 
-from polyrl.rewards.messages import RewardScored, encode
+from msgspec import structs
+
+from polyrl.rewards.messages import Failed, RewardScored, encode
 from polyrl.rewards.reward import Reward, RewardInput, RewardUnavailable
 
 
@@ -104,6 +106,46 @@ async def waits_for_ever(given: RewardInput) -> float:
 
 async def async_raises(given: RewardInput) -> float:
     raise TimeoutError("its own")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(7)
+
+
+def raises_the_unspeakable(given: RewardInput) -> float:
+    raise Unspeakable
+
+
+async def async_raises_the_unspeakable(given: RewardInput) -> float:
+    raise Unspeakable
+
+
+def too_much(given: RewardInput) -> float:
+    return -1e308
+
+
+def too_much_together(given: RewardInput) -> dict[str, float]:
+    return {"a": 6e8, "b": 6e8}
+
+
+def _forge(reply: RewardScored | Failed) -> None:
+    """Say this in place of every reply with a score."""
+
+    def forged(said: RewardScored | Failed) -> bytes:
+        return encode(structs.replace(reply, nonce=said.nonce) if isinstance(said, RewardScored) else said)
+
+    vars(sys.modules["__main__"])["encode"] = forged
+
+
+def forges_a_number(given: RewardInput) -> float:
+    _forge(RewardScored(b"", float("inf"), {}))
+    return 1.0
+
+
+def forges_a_reason(given: RewardInput) -> float:
+    _forge(Failed(b"", "\x1b[2Ja line\nand another"))
+    return 1.0
 
 
 async def async_text(given: RewardInput) -> str:

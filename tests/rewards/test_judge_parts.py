@@ -53,12 +53,13 @@ def test_the_object_that_ends_the_reply_is_the_verdict(reply: str, score: float)
         '{"score": Infinity}',
         '{"score": -0.1}',
         '{"score": null}',
+        '{"score": 2, "why": "x", "score": 10}',
         '{"score": 1' + "0" * 400 + "}",
         "{" * 50_000,
         '<think>perhaps {"score": 7}',
         '{"score": 3}' * 40_000 + "x",
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_reply_without_a_verdict_at_its_end_has_none(reply: str):
     began = time.process_time()

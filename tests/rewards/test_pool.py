@@ -102,6 +102,10 @@ def test_processes_load_neither_torch_nor_transformers_nor_numpy():
         ("a_text_among_parts", "returned extracted = '42', expected a number"),
         ("too_many_parts", "returned 1000 parts, expected at most 32"),
         ("async_text", "returned 'good', expected a number"),
+        ("raises_the_unspeakable", "Unspeakable"),
+        ("async_raises_the_unspeakable", "Unspeakable"),
+        ("too_much", "returned -1e+308, expected a number of at most 1e+09"),
+        ("too_much_together", "returned 1.2e+09, expected a number of at most 1e+09"),
     ],
 )
 def test_what_goes_wrong_is_a_failure_with_its_reason_and_the_next_answer_is_scored(name: str, reason: str):
@@ -111,6 +115,19 @@ def test_what_goes_wrong_is_a_failure_with_its_reason_and_the_next_answer_is_sco
         return re.sub(r"\([^()]*own_rewards\.py:\d+", "(PLACE", str(failed.value)), await score(pool, "length")
 
     assert with_pool(body) == (reason, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("forges_a_number", "returned score = inf, expected a finite"), ("forges_a_reason", r"\x1b[2Ja line and another")],
+)
+def test_what_a_function_says_in_its_process_s_name_is_checked_too(name: str, reason: str):
+    async def body(pool: RewardPool) -> str:
+        with pytest.raises(RewardFailed) as failed:
+            await score(pool, name)
+        return str(failed.value)
+
+    assert with_pool(body).startswith(reason)
 
 
 @pytest.mark.parametrize("name", ["sleeps", "waits_for_ever"])
@@ -333,9 +350,16 @@ def test_where_a_function_hung_is_in_the_log(tmp_path: Path):
 
 def test_the_log_does_not_grow_without_end(tmp_path: Path):
     log = tmp_path / "rewards.log"
-    log.write_bytes(bytes(17 << 20))
-    assert with_pool(lambda pool: score(pool, "length"), surroundings=Surroundings(log=log)) == 3.0
-    assert log.stat().st_size < 1 << 20
+
+    async def body(pool: RewardPool) -> list[int]:
+        sizes: list[int] = []
+        for _ in range(2):
+            log.write_bytes(bytes(17 << 20))
+            await score(pool, "length")
+            sizes.append(log.stat().st_size)
+        return sizes
+
+    assert max(with_pool(body, surroundings=Surroundings(log=log))) < 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from tests.unit.test_recipe import recipe
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
-from polyrl.rewards.reward import Reward
+from polyrl.rewards.reward import Reward, RewardFailed
 from polyrl.rewards.weighing import weigh
 
 RIGHT = WeightedReward(name="right", function="math")
@@ -25,6 +25,11 @@ def test_the_only_function_is_the_reward_and_its_parts_keep_their_names():
 
 def test_one_that_has_a_name_is_told_by_it():
     assert weigh([RIGHT], [Reward(1.0)], is_only=True) == Reward(1.0, {"right": 1.0})
+
+
+def test_a_sum_that_is_too_large_is_no_reward():
+    with pytest.raises(RewardFailed, match=r"adds up to -1.5e\+09, expected a number of at most 1e\+09"):
+        weigh([WeightedReward(function="mine:f", weight=1e9)], [Reward(-1.5)], is_only=True)
 
 
 def chosen(*overrides: str) -> list[tuple[str, float]]:
@@ -57,6 +62,7 @@ def test_a_domain_without_a_reward_has_all_functions_and_one_may_name_some():
             "data.reward: got none, expected arithmetic, math, code, judge, reward_model or module",
         ),
         (["rewards.memory_gb=0"], "rewards.memory_gb: got 0"),
+        (['rewards.functions=[{function="a:f",weight=1e200}]'], r"rewards.functions.0.weight: got 1e\+200, expected"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(overrides: list[str], message: str):

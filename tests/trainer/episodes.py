@@ -22,6 +22,8 @@ class Played(NamedTuple):
     logprobs: Sequence[float] | None = None
     """Of all drawn tokens, call by call."""
     segments: Sequence[Segment] = (Segment(0, 0, "w", engine="e"),)
+    untrained: Sequence[int] = ()
+    """Numbers of calls that the environment does not pay for."""
 
     @property
     def drawn(self) -> list[int]:
@@ -31,8 +33,9 @@ class Played(NamedTuple):
 def delivered(played: Played, number: int = 0) -> Sample:
     calls: list[EpisodeCall] = []
     end = 0
-    for prompt, drawn in played.calls:
-        calls.append(EpisodeCall(np.array(prompt, np.int32), end, end + len(drawn), "stop"))
+    for call, (prompt, drawn) in enumerate(played.calls):
+        is_trained = call not in played.untrained
+        calls.append(EpisodeCall(np.array(prompt, np.int32), end, end + len(drawn), "stop", is_trained))
         end += len(drawn)
     calls[-1] = calls[-1]._replace(finish=played.finish)
     tokens = np.array(played.drawn, np.int32)

@@ -22,6 +22,7 @@ from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig
 from polyrl.engines.builtin import models
 from polyrl.trainer import lora, sharding
 from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.contexts import in_contexts
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Leader, Learner, RankShards, follow
 from polyrl.trainer.meeting import Meeting
@@ -89,7 +90,7 @@ def load(folder: Path, dtype: str, ranks: RankGroup | None, **more: Any) -> Poli
         return Policy.load(str(folder), dtype, **more)
     loaded = models.load(str(folder), dtype, "cpu")
     kind = models.DTYPES[dtype]
-    divided = Divided(loaded.model, sharding.shard(loaded.model, ranks, kind), kind, ranks.size)
+    divided = Divided(loaded.model, sharding.shard(loaded.model, ranks, kind), kind, ranks.size, ranks.context)
     return Policy(loaded, divided=divided, **more)
 
 
@@ -122,7 +123,7 @@ def make_crew(
         max_new_tokens=CAP,
         reference=reference,
         critic=critic,
-        peers=ALONE if ranks is None else ranks,
+        peers=ALONE if ranks is None else in_contexts(ranks),
         meeting=meeting,
     )
     return Learner(policy, optimizer, critic, steps)

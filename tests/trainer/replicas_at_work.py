@@ -34,8 +34,17 @@ CASES = (
     "nothing",
 )
 FEW = ("token-mean", "ppo", "forged samples", "one sample")
-SETTINGS = {"2 of 1": (2, 2, CASES), "4 of 1": (4, 4, FEW), "2 of 2": (4, 2, FEW)}
-"""The number of ranks, that of replicas, and the cases. The first group goes to another replica in each step."""
+OF_TOKENS = (*FEW, "gspo, entropy", "mini-batches, kl", "lora, kl", "tied", "layers again", "episodes, ppo", "bfloat16")
+SETTINGS = {
+    "2 of 1": (2, 2, 1, CASES),
+    "4 of 1": (4, 4, 1, FEW),
+    "2 of 2": (4, 2, 1, FEW),
+    "a context of 2": (2, 1, 2, OF_TOKENS),
+    "2 contexts of 2": (4, 1, 2, ("token-mean", "ppo")),
+    "a context of 2 in each of 2": (4, 2, 2, ("forged samples", "one sample")),
+}
+"""The number of ranks, of replicas and of ranks in a context, and the cases. The first group goes to another replica in
+each step."""
 
 
 def two_steps(
@@ -55,15 +64,15 @@ def two_steps(
 
 def main(name: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    size, num_replicas, cases = SETTINGS[name]
+    size, num_replicas, context_ranks, cases = SETTINGS[name]
     ranks = Ranks.join(RankInfo(rank, size, str(folder / f"meeting-{name}")))
-    ranks.use("cpu", num_replicas)
+    ranks.use("cpu", num_replicas, context_ranks)
     place = folder / name
     place.mkdir(exist_ok=True)
     for case in cases:
         config, shape = every_case()[case]
         sharing = None if ranks.replica.size == 1 else ranks.replica
-        learner = make_crew(folder, sharing, config, shape, Meeting(ranks))
+        learner = make_crew(folder, sharing, config, shape, Meeting(ranks) if num_replicas > 1 else None)
         metrics = two_steps(learner.steps, samples(folder, shape), ranks.replica_number, num_replicas)
         state = dict(sharding.gather(learner.state().items()))
         assert isinstance(learner.optimizer, Recording)

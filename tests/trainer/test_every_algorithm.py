@@ -1,8 +1,10 @@
 """Whole steps of every loss x advantage x correction x aggregation x KL, against references in float64."""
 
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import msgspec
 import numpy as np
 import pytest
 from tests.trainer import formulas, table
@@ -10,6 +12,23 @@ from tests.trainer.table import TOLERANCE, Table
 
 from polyrl.config.recipe import AlgorithmConfig
 from polyrl.trainer.objectives.registry import BY_CRITIC
+
+BESIDE_THE_TABLE = {
+    "advantage_args": "integration/test_extend.py",
+    "loss_args": "integration/test_extend.py",
+    "fixed_tokens": "trainer/test_step.py",
+    "reference": "integration/test_train.py",
+    "zero_variance": "integration/test_loop.py",
+    "overlong": "trainer/test_episodes.py",
+    "overlong_buffer_tokens": "trainer/test_episodes.py",
+    "overlong_penalty": "trainer/test_step.py",
+    "max_mismatch": "trainer/test_step.py",
+    "scale_lr_by_sample_size": "trainer/test_sample_size.py",
+    "entropy_coef": "trainer/test_step.py",
+    "epochs": "trainer/test_step.py",
+    "critic": "trainer/test_critic.py",
+}
+"""Settings of an algorithm that the table does not vary, and where they are held to what they should do."""
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +40,14 @@ def test_every_name_that_ships_has_a_reference():
     assert set(table.all_losses()) == set(formulas.LOSSES) == set(table.CLIPS)
     assert set(table.all_advantages()) == {*formulas.GROUP_ADVANTAGES, *formulas.STEP_ADVANTAGES, BY_CRITIC}
     assert set(table.choices("correction")) == set(formulas.CORRECTIONS) == {"none", *table.BOUNDS}
+
+
+def test_every_setting_of_an_algorithm_is_in_the_table_or_has_a_place_beside_it():
+    settings = {one.name for one in msgspec.structs.fields(AlgorithmConfig)}
+    varied = {key for case in table.sample_of_cases(1) for key in case}
+    assert settings == varied | BESIDE_THE_TABLE.keys()
+    tests = Path(__file__).parents[1]
+    assert [key for key, place in BESIDE_THE_TABLE.items() if key not in (tests / place).read_text()] == []
 
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.chaos)])

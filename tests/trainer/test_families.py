@@ -32,6 +32,30 @@ _WIDE = {**_PLAIN, "intermediate_size": 48, "max_position_embeddings": 64}
 _ROPE = {**_WIDE, "num_key_value_heads": 2}
 _OLD = {"vocab_size": 96, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 _EXPERTS = {**_ROPE, "num_experts_per_tok": 2}
+_FEW = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
+_LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+}
+"""Attention over a latent vector, of which queries and keys have other widths than values."""
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "GPT2": ({**_OLD, "n_embd": 32, "n_positions": 64}, "packed"),
@@ -45,6 +69,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "Falcon": ({**_PLAIN, "alibi": False}, "padded"),
     "GPTJ": ({**_OLD, "n_embd": 32, "n_positions": 64, "rotary_dim": 4}, "padded"),
     "Starcoder2": ({**_ROPE, "sliding_window": 4}, "padded"),
+    "OPT": ({**_PLAIN, "ffn_dim": 48, "word_embed_proj_dim": 32}, "packed"),
+    "Qwen2Moe": ({**_EXPERTS, **_FEW, "shared_expert_intermediate_size": 16}, "packed"),
+    "DeepseekV3": ({**_WIDE, **_LATENT}, "padded"),
+    "GptOss": ({**_EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 4}, "padded"),
+    "Qwen3Next": ({**_EXPERTS, **_FEW, **_LINEAR, "shared_expert_intermediate_size": 16}, "padded"),
+    "Llama4Text": ({**_EXPERTS, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}, "padded"),
+    "RecurrentGemma": ({**_ROPE, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 8}, "padded"),
     "Mamba": ({"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "padded"),
 }
 
@@ -131,6 +162,12 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:
         Policy.load(folder)
 
 
+def test_a_model_that_fails_while_it_is_tried_is_one_line(tmp_path: Path) -> None:
+    folder = save("GPT2", {**CONFIGS["GPT2"][0], "n_positions": 4}, tmp_path / "model")
+    with pytest.raises(UserError, match="GPT2LMHeadModel cannot be trained: it fails on a few tokens: IndexError"):
+        Policy.load(folder)
+
+
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [
@@ -162,7 +199,7 @@ def test_a_version_holds_the_tensors_of_the_files(tmp_path: Path) -> None:
     publishing = Publishing(policy, cast("Any", None), None, as_in_files=True)
     layout = publishing._layout
     out = memoryview(bytearray(layout.num_bytes))
-    publishing._fill(out)
+    publishing._fill(None, out)
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
         wanted = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     assert {one.name for one in layout.tensors} == wanted.keys()

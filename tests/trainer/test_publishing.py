@@ -126,7 +126,7 @@ def test_after_a_publish_that_failed_the_device_holds_what_was_offered_again(tmp
         _, full = found.publish()
         found.step()
         with monkeypatch.context() as patch, pytest.raises(OSError, match="none left"):
-            patch.setattr(server, "table_of", fail_with(OSError("none left")))
+            patch.setattr(server, "digests_of", fail_with(OSError("none left")))
             found.publish()
         for _ in range(3):  # the one that failed, and two more
             assert found.publish()[1] < full / 5

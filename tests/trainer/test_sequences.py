@@ -138,6 +138,16 @@ def test_answers_that_no_call_received_are_not_trained():
     assert one.answer.tolist() == B and one.logprobs.tolist() == pytest.approx([-0.3])
 
 
+def test_answers_that_the_environment_does_not_pay_for_are_context_where_they_were_seen_and_nothing_elsewhere():
+    """As of a user whom the policy plays too: verifiers' user-sim."""
+    calls, logprobs = [(P, A), ([9, *A], B), ([*P, *A, *B], C)], [-0.1 * n for n in range(1, 7)]
+    (one,) = group_of([Played(calls, logprobs=logprobs, untrained=[1])])
+    assert [*one.prompt.tolist(), *one.answer.tolist()] == [*P, *A, *B, *C]
+    assert one.drawn is not None and one.drawn.tolist() == [0, 1, 3, 4, 5]
+    assert one.logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.4, -0.5, -0.6])
+    assert group_of([Played(calls, untrained=range(3))]) == []
+
+
 def test_an_episode_in_which_nothing_was_drawn_is_left_out_of_its_group():
     nothing = delivered(Played([(P, [])]))
     group = Group(0, 0, (nothing, nothing._replace(calls=()), delivered(Played([(P, A)]))), ORIGIN)

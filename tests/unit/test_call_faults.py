@@ -6,8 +6,8 @@ import pytest
 from polyrl.client.checking import find_call_fault
 
 
-def call(prompt: list[int], start: int, end: int) -> tuple[np.ndarray, int, int, str]:
-    return np.array(prompt, np.int32), start, end, "stop"
+def call(prompt: list[int], start: int, end: int) -> tuple[np.ndarray, int, int, str, bool]:
+    return np.array(prompt, np.int32), start, end, "stop", True
 
 
 def test_calls_that_follow_one_another_have_no_fault_also_where_tokens_are_left_out():

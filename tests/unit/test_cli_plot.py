@@ -115,3 +115,4 @@ def test_runs_are_called_by_as_much_of_their_path_as_tells_them_apart():
     assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
     assert short_names([Path("/a/run"), Path("/b/run")]) == ["a/run", "b/run"]
     assert short_names([Path("/a/run"), Path("/a/run")]) == ["run#1", "run#2"]
+    assert short_names([Path("/a/no\udcfftext")]) == [r"no\udcfftext"]

@@ -226,3 +226,36 @@ def test_a_sample_that_gets_a_token_now_and_then_goes_to_another_worker_and_not_
         run.wait(1.5)
         run.bring("slow", s1_0=3 * turn + 417, s2_0=1 + turn // 60)
     assert run.workers["2/0"] == "good" and run.workers["1/0"] == "slow"
+
+
+def test_what_a_new_name_takes_with_it_and_brought_nothing_of_waits_for_the_worker_that_has_answered():
+    """Otherwise the next new name had it, and the one after that."""
+    run = fleet("good", prompts=3, samples=2, slots=1)
+    run.finish("1/0")
+    run.join("new", slots=64)
+    begun, *idle = _held(run, "new")
+    run.bring("new", **{f"s{begun.replace('/', '_')}": 3})
+    run.join("newer", slots=64)
+    assert leased(run.leave("new")) == {begun: ("newer", 3)}
+    assert [run.sample(one).state for one in idle] == ["waiting"] * 3
+    run.finish(*_held(run, "good"))
+    assert _held(run, "good") == [idle[0]]
+
+
+def test_what_stalls_on_a_new_name_waits_for_the_worker_that_has_answered():
+    run = fleet("good", prompts=2, samples=2, slots=1, fleet_rules=FleetRules(stall_timeout_s=5.0))
+    run.finish("1/0")
+    run.join("new", slots=64)
+    idle = _held(run, "new")
+    run.bring("new", **{f"s{idle[0].replace('/', '_')}": 3})
+    run.join("newer", slots=64)
+    for at in range(1, 14):
+        run.wait(1.0)
+        run.bring("good", s1_1=at)
+    assert not is_there(run, "new")
+    assert [run.sample(one).state for one in idle] == ["waiting"] * 2
+
+
+def test_where_nobody_has_answered_another_name_gets_what_one_takes_with_it():
+    run = fleet("new", "newer", prompts=2, samples=1)
+    assert list(leased(run.leave("new")).values()) == [("newer", 0)]

@@ -13,7 +13,7 @@ from tests.unit.played import SMALL_FILES, Manager, cells, kept, tokens_frame
 from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, Step, parse_sample, sample_id
 from polyrl.journal.files import LIVE_FOLDER, PAYLOAD, segments
-from polyrl.manager.notes import Granted, PromptsSupplied, RewardKept
+from polyrl.manager.notes import CallKept, EpisodeKept, Granted, PromptsSupplied, RewardKept
 from polyrl.manager.payload import Payload, SampleTokens, append_cells
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.service import Service
@@ -204,6 +204,16 @@ def test_without_a_run_nothing_is_kept():
     reader.note(Granted([1], [FIRST], [0], ["a"]))
     reader.tokens([tokens_frame(1, 0, [10])])
     assert reader.finish(None).num_bytes == 0
+
+
+def test_the_next_manager_knows_which_calls_of_an_episode_are_trained():
+    reader = PayloadReader({GroupId(1)})
+    for number in range(3):
+        reader.note(
+            CallKept(FIRST, number, number, is_cut=False, base=-1, kept=0, tokens=b"", start=number, max_tokens=1)
+        )
+    reader.note(EpisodeKept(FIRST, 3, 3, is_cut=False, finish="stop", reward=1.0, untrained=(1, 9)))
+    assert [one.is_trained for one in reader.finish(None).tokens_of(FIRST).calls] == [True, False, True]
 
 
 class RowByRow:

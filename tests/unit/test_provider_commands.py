@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -50,6 +52,23 @@ def test_a_command_that_is_not_waited_for_any_more_is_ended():
         await until(0, "271.829")
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, run_loop])
+def test_a_command_that_is_cancelled_at_any_point_of_its_start_is_ended(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+):
+    async def body() -> None:
+        for turns in range(12):
+            asking = asyncio.create_task(call(["sh", "-c", "sleep 271.831; true"], timeout_s=60.0))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asking.cancel()
+            async with asyncio.timeout(20.0):
+                await asyncio.gather(asking, return_exceptions=True)
+        await until(0, "271.831")
+
+    run(body())
 
 
 def test_a_command_that_prints_for_ever_is_ended_before_the_memory_is():

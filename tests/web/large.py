@@ -1,15 +1,18 @@
-"""Open the dashboard of a very large run in a real browser: `python -m tests.web.large FOLDER [--steps N]`.
+"""Open the dashboard of a very large run in a real browser: `python -m tests.web.large FOLDER [--steps N | --live]`.
 
 The journal is a simulation's: 1,000 workers, of which machines are taken and come back, and 2,000 samples in each of 50
 steps. Metrics and kept answers have 10,000 steps, ten answers each. FOLDER keeps the run, so that a second measurement
-does not make it again. Prints JSON: seconds until each view stands, and the longest frame while it is looked at.
+does not make it again. With --live, a real manager with 1,000 workers that dial it, two samples each, twice: FOLDER
+keeps nothing of it. Prints JSON: seconds until each view stands, and the longest frame while it is looked at.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +62,22 @@ VIEWS = {
     "now": ".uplot", "rollouts": ".detail .span.drawn span", "timeline": ".timeline .names div",
     "fleet": "section table", "curves": ".chart canvas", "ledger": "pre.ledger",
 }  # fmt: skip
+LIVE_VIEWS = {"now": ".finding", "timeline": ".timeline .names div", "fleet": "section table", "ledger": "pre.ledger"}
+"""A manager without a trainer's process has no answers and no metrics."""
+NUM_WORKERS, SAMPLES_A_WORKER, TOKENS_PER_S, FLUSH_S, LENGTH = 1_000, 2, 4, 1.0, 200
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=50, help="of the simulation, 2,000 samples each (default: 50)")
+    parser.add_argument("--live", action="store_true", help="of a live manager with 1,000 workers")
     args = parser.parse_args()
     run_dir = args.folder / "run"
+    if args.live:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(measure_live(Path(folder) / "run"), indent=2))
+        return
     if not (run_dir / "recipe.toml").exists():
         make(args.folder, run_dir, args.steps)
     print(json.dumps(measure(run_dir), indent=2))
@@ -97,7 +108,7 @@ def measure(run_dir: Path) -> dict[str, Any]:
         with dashboard(run_dir) as link, opened(browser, link) as seen:
             first_s = time.perf_counter() - began
             while_reading = look(seen)
-            seen.page.wait_for_function("!document.getElementById('state').textContent.includes('%')", timeout=600_000)
+            seen.page.wait_for_selector("#state:not(:has-text('%'))", timeout=600_000)
             read_s = time.perf_counter() - began
             after = look(seen)
         browser.close()
@@ -110,11 +121,49 @@ def measure(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def look(seen: Seen) -> dict[str, dict[str, float]]:
+def measure_live(run_dir: Path) -> dict[str, Any]:
+    """Open a live manager's page while its workers write."""
+    words = [sys.executable, "-m", "polyrl"]
+    limits = ["limits.joins_per_s=10000", "limits.connections_per_address=4000"]  # all of them come from one address
+    served = [*words, "manager", "--run-dir", str(run_dir), "--port", "0", *limits]
+    manager = subprocess.Popen(served, stdout=subprocess.DEVNULL)
+    started = [manager]
+    try:
+        while not (run_dir / "manager.json").exists():
+            time.sleep(0.1)
+        url = json.loads((run_dir / "manager.json").read_text())["url"]
+        tokens = [(run_dir / f"{scope}.token").read_text().strip() for scope in ("worker", "admin")]
+        load = map(str, (NUM_WORKERS * SAMPLES_A_WORKER, NUM_WORKERS, 600, TOKENS_PER_S, FLUSH_S, LENGTH))
+        fleet = [sys.executable, "-m", "benchmarks.relay.fleet_load", url, *tokens, *load]
+        started.append(subprocess.Popen(fleet, stdout=subprocess.PIPE))
+        assert started[1].stdout is not None
+        assert started[1].stdout.readline() == b"started\n"
+        told = subprocess.run(
+            [*words, "dash", str(run_dir), "--no-browser"], capture_output=True, text=True, check=True
+        )
+        with sync_playwright() as playing:
+            browser = playing.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+            began = time.perf_counter()
+            with opened(browser, told.stdout.strip()) as seen:
+                first_s = time.perf_counter() - began
+                seen.page.wait_for_selector("#state:not(:has-text('%'))", timeout=60_000)
+                there = f".card:has-text('{NUM_WORKERS:,}')"
+                seen.page.wait_for_selector(there, timeout=60_000)
+                views = look(seen, LIVE_VIEWS)
+                again = look(seen, LIVE_VIEWS)
+            browser.close()
+        return {"workers": NUM_WORKERS, "first card, s": round(first_s, 2), "views": views, "again": again}
+    finally:
+        for one in reversed(started):
+            one.terminate()
+            one.wait(30)
+
+
+def look(seen: Seen, views: Mapping[str, str] = VIEWS) -> dict[str, dict[str, float]]:
     """Open every view, act in it, and return its seconds and its longest frame."""
     found: dict[str, dict[str, float]] = {}
     seen.page.set_default_timeout(300_000)
-    for view, there in VIEWS.items():
+    for view, there in views.items():
         began = time.perf_counter()
         go(seen, view, there)
         took_s = time.perf_counter() - began

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def test_names_that_a_stranger_chose_turn_no_text_around(browser: Any, run_dir: 
         go(seen, "curves", ".chart canvas")
         seen.page.fill("input[type=search]", "turned")
         seen.page.click(".picks input")
-        seen.page.wait_for_selector("text=own/turned")
+        seen.page.wait_for_selector(".chart h2:has-text('own/turned')")
         assert "own/turned\\u{202e}dna" in seen.page.inner_text(".charts")
         assert "\u202e" not in seen.page.inner_text("main")
 
@@ -227,6 +227,58 @@ def test_without_a_token_it_asks_for_one(browser: Any, run_dir: Path):
         page.fill("input[type=password]", link.partition("token=")[2])
         page.keyboard.press("Enter")
         page.wait_for_selector(".card")
+        context.close()
+
+
+def test_what_is_marked_focused_or_zoomed_stays_while_the_run_goes_on(browser: Any, tmp_path: Path):
+    """Stamps are put on elements that the page must not draw anew, and looked for after the state has come again."""
+    run_dir = tmp_path / "grows"
+    run_dir.mkdir()
+    write_journal(run_dir / JOURNAL, play(4, num_events=200))
+    write_steps(run_dir, range(50))
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        page = seen.page
+        page.wait_for_selector(".finding")
+        page.evaluate("getSelection().selectAllChildren(document.querySelector('.finding'))")
+        marked = page.evaluate("getSelection().toString()")
+        page.wait_for_timeout(2_500)
+        assert marked and page.evaluate("getSelection().toString()") == marked
+        go(seen, "curves", ".chart .u-over")
+        place = page.locator(".chart .u-over").first.bounding_box()
+        page.mouse.move(place["x"] + 50, place["y"] + 30)
+        page.mouse.down()
+        page.mouse.move(place["x"] + 150, place["y"] + 30, steps=5)
+        page.mouse.up()
+        page.evaluate("document.querySelector('.chart .uplot').dataset.stamp = 'zoomed'")
+        write_steps(run_dir, range(50, 60))
+        page.wait_for_selector("#state:has-text('step 59')")
+        page.wait_for_timeout(1_500)
+        assert page.evaluate("document.querySelector('.chart .uplot').dataset.stamp") == "zoomed"
+
+
+def write_steps(run_dir: Path, steps: Sequence[int]) -> None:
+    with (run_dir / METRICS).open("a") as file:
+        file.writelines(json.dumps({"step": n, "reward/mean": n / 100, "time/step_total": 1.5}) + "\n" for n in steps)
+
+
+def test_any_number_of_tabs_may_be_open_and_one_that_comes_back_goes_on(browser: Any, run_dir: Path):
+    """A browser has six connections to a server; a tab that nobody sees has none of them."""
+    turn = """hidden => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with dashboard(run_dir) as link:
+        context = browser.new_context()
+        for _ in range(8):
+            for earlier in context.pages:
+                earlier.evaluate(turn, True)
+            page = context.new_page()
+            page.goto(link)
+            page.wait_for_selector(".card")
+        first = context.pages[0]
+        first.evaluate("document.querySelector('.card').dataset.stamp = 'old'")
+        first.evaluate(turn, False)
+        first.wait_for_selector(".card:not([data-stamp])")
         context.close()
 
 

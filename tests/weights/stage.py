@@ -15,6 +15,7 @@ from polyrl.weights.manifest import Layout, Spec, lay_out
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import Offer, WeightServer
 from polyrl.weights.settings import Tls, WeightSettings
+from polyrl.weights.shares import ServingNodes
 from polyrl.weights.store import Blob
 
 KEY = b"k" * 32
@@ -54,8 +55,9 @@ class Stage:
         key: bytes = KEY,
         tls: Tls | None = None,
         prepare: Callable[[Buffer], object] | None = None,
+        nodes: ServingNodes | None = None,
     ) -> WeightServer:
-        server = WeightServer(settings, key, tls, prepare)
+        server = WeightServer(settings, key, tls, prepare, nodes)
         self._stack.callback(server.close)
         server.start()
         return server

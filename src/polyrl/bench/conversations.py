@@ -43,7 +43,7 @@ class Talk(Struct, frozen=True, kw_only=True):
     kv_tokens: int
     num_turns: int
     new: int
-    """Tokens of an answer, on average: from half of it to half as many more."""
+    """The mean tokens of an answer; lengths lie between half of it and one and a half times it."""
     first: int
     """Tokens of the first prompt."""
     given: int

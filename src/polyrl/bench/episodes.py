@@ -110,6 +110,7 @@ class ConversationEnvironment:
 
     name: str = _ENVIRONMENT
     num_tasks: int | None = None
+    max_at_once: int | None = None
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk

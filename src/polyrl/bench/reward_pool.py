@@ -1,8 +1,9 @@
 """What the pool of reward processes costs: answers of mathematics beside plain calls, and rewards that only wait.
 
-Mathematics: the same answers are compared by calls of math-verify in this process, and by the pool's processes, in
-turns. Rates are by CPU time, so that other work on the machine does not count: an answer's share of a core is what this
-process and those of the pool used for it. All of them have seen all answers before, because the library remembers.
+Mathematics: the same answers are compared by plain calls of math-verify, in as many processes at once as the pool has,
+and by the pool's processes, in turns. Rates are by CPU time, so that other work on the machine does not count: an
+answer's share of a core is what this process and those of the pool used for it. All of them have seen all answers
+before, because the library remembers; and all cores compute each time, because a core is slower beside a busy one.
 
 Waiting: async functions that sleep, ten thousand at once. The share of a core is what this process, which has the event
 loop, used meanwhile. The pool is asked for its state every second; a run does so every few seconds.
@@ -13,6 +14,8 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import psutil
@@ -27,7 +30,7 @@ _AT_ONCE = 8
 """Answers at a time for each process, as in a run."""
 _WAIT = "polyrl.bench.reward_pool:wait"
 _TIMEOUT_S = 600.0
-_WARM_PASSES = 3
+_WARM_PASSES = 7
 
 
 class PoolLoad(NamedTuple):
@@ -70,23 +73,22 @@ async def _measure_math(load: PoolLoad) -> dict[str, Any]:
     plain: list[float] = []
     pooled: list[float] = []
     latencies_ms: list[float] = []
-    for answer in answers:
-        math_answers.score(answer)
     pool = RewardPool(_PROCESSES, _TIMEOUT_S)
+    calls = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in range(_PROCESSES)]
     try:
+        await _call(calls, answers)
         for _ in range(_WARM_PASSES):
             await _score(pool, answers, _AT_ONCE)
         for _ in range(load.num_rounds):
-            began_s = time.process_time()
-            for answer in answers:
-                math_answers.score(answer)
-            plain.append((time.process_time() - began_s) / len(answers))
+            plain.append(await _call(calls, answers))
             before_s = _cpu_s(pool.pids)
             await _score(pool, answers, _AT_ONCE)
             pooled.append((_cpu_s(pool.pids) - before_s) / len(answers))
             latencies_ms += await _score(pool, answers, 1)
     finally:
         await pool.close()
+        for one in calls:
+            one.shutdown()
     return {
         "math_per_core_s": round(1.0 / statistics.median(plain), 1),
         "math_pool_per_core_s": round(1.0 / statistics.median(pooled), 1),
@@ -95,6 +97,20 @@ async def _measure_math(load: PoolLoad) -> dict[str, Any]:
         "math_p99_ms": round(sorted(latencies_ms)[int(0.99 * len(latencies_ms))], 1),
         "math_cpu_ms_of_rounds": {"plain": _in_ms(plain), "pool": _in_ms(pooled)},
     }
+
+
+async def _call(processes: Sequence[Executor], answers: Sequence[RewardInput]) -> float:
+    """Compare all answers by plain calls in each of these processes, and return the CPU time of an answer."""
+    loop = asyncio.get_running_loop()
+    used_s = await asyncio.gather(*(loop.run_in_executor(one, _call_here, answers) for one in processes))
+    return statistics.mean(used_s) / len(answers)
+
+
+def _call_here(answers: Sequence[RewardInput]) -> float:
+    began_s = time.process_time()
+    for answer in answers:
+        math_answers.score(answer)
+    return time.process_time() - began_s
 
 
 async def _score(pool: RewardPool, answers: Sequence[RewardInput], at_once: int) -> list[float]:

@@ -27,6 +27,9 @@ RUN is the directory of a run, live, ended or killed, or of a simulation, or a j
 that may look and change nothing. Ctrl+C ends it; a run does not notice."""
 
 _HEALTH_S = 15.0
+_TELL_EVERY_S = 2.0
+_MISSED = 5
+"""Answers that a manager may miss in a row."""
 _MAX_RUNS = 16
 
 
@@ -74,6 +77,8 @@ def _open(link: str, args: argparse.Namespace) -> None:
 def live_link(path: Path, health_s: float = _HEALTH_S) -> str | None:
     """Return the page of a run whose manager answers; None if there is none. Raises UserError for one that hangs."""
     from http.client import HTTPException
+    from socket import create_connection
+    from urllib.parse import urlsplit
     from urllib.request import urlopen
 
     from polyrl.wire.credentials import TOKEN_FILES, read_token_file
@@ -85,6 +90,9 @@ def live_link(path: Path, health_s: float = _HEALTH_S) -> str | None:
         if url.startswith("http://"):
             with urlopen(f"{url}/v1/health", timeout=health_s):
                 pass
+        else:  # its certificate is the browser's to check
+            parts = urlsplit(url)
+            create_connection((parts.hostname or "", parts.port or 443), health_s).close()
         return f"{url}/dash/#token={read_token_file(path / TOKEN_FILES['view'])}"
     except TimeoutError as error:
         raise UserError(
@@ -101,9 +109,12 @@ async def _serve(paths: list[Path], args: argparse.Namespace) -> None:
     from polyrl.dashboard.server import ROOT, DashboardServer, serving
     from polyrl.dashboard.watched import WatchedRun
 
-    runs = [WatchedRun(path, live=False, folder=args.tokenizer) for path in paths]
+    loop = asyncio.get_running_loop()
+    live = [await loop.run_in_executor(None, live_link, path) is not None for path in paths]
+    runs = [WatchedRun(path, live=is_live, folder=args.tokenizer) for path, is_live in zip(paths, live, strict=True)]
     for one in runs:
         one.start()
+    listening = [asyncio.create_task(_listen(one)) for one in runs if one.live]
     token = secrets.token_urlsafe(24)
     try:
         async with serving(
@@ -114,6 +125,29 @@ async def _serve(paths: list[Path], args: argparse.Namespace) -> None:
             await asyncio.Event().wait()
     except OSError as error:
         raise UserError(f"--port: cannot listen on {args.host}:{args.port}: {error.strerror or error}") from error
+    finally:
+        for task in listening:
+            task.cancel()
+
+
+async def _listen(run: "WatchedRun") -> None:
+    """Tell the page of a live run what its manager says, until the manager is gone."""
+    from polyrl.cli import dialing
+    from polyrl.wire.control import Status
+    from polyrl.wire.dial import Unreachable
+
+    num_missed = 0
+    found = argparse.Namespace(manager=None, run_dir=str(run.path), token_file=None, ca=None)
+    with contextlib.suppress(UserError):  # its directory, or its token, is gone
+        async with dialing.dialer(found) as dialer:
+            while num_missed < _MISSED:
+                try:
+                    run.tell(await dialer.get("/v1/status", Status))
+                    num_missed = 0
+                except Unreachable:
+                    num_missed += 1
+                await asyncio.sleep(_TELL_EVERY_S)
+    run.end()
 
 
 def _port_of(site: object) -> int:

@@ -92,7 +92,8 @@ def _show(found: "list[KeptSample]", text_of: "Texts", kept: "Kept", *, full: bo
     console = Console(highlight=False, markup=False, emoji=False)
     for sample in found:
         _show_one(console, sample, text_of, full=full)
-    first, last = kept.steps[0], kept.steps[-1]
+    steps = kept.trained_steps or kept.steps  # the journal, which may be large, is read for what is not trained yet
+    first, last = steps[0], steps[-1]
     there = f"step {first}" if first == last else f"steps {first} to {last}"
     console.print(f"{len(found)} shown; {there} are kept. --step, --worst, --best, --grep and --limit choose")
 

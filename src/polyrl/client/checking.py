@@ -38,12 +38,12 @@ def find_fault(
 
 
 def find_call_fault(
-    calls: Sequence[tuple["np.ndarray[Any, Any]", int, int, str]], num_tokens: int, vocab: int
+    calls: Sequence[tuple["np.ndarray[Any, Any]", int, int, str, bool]], num_tokens: int, vocab: int
 ) -> Fault | None:
     """Return the first call of an episode without a prompt, with a prompt of other ids, or with tokens that are not its
     own. The environment gave the prompts: no worker is at fault."""
     last = 0
-    for number, (prompt, start, end, _) in enumerate(calls):
+    for number, (prompt, start, end, *_) in enumerate(calls):
         if not len(prompt):
             return Fault("", f"call {number} has no prompt", is_lie=False)
         if why := columns.why_no_ids(prompt, vocab):

@@ -62,6 +62,8 @@ class EpisodeCall(NamedTuple):
     end: int
     finish: str
     """stop, or length."""
+    is_trained: bool = True
+    """Whether it is the policy's that the environment paid. Others are context where a later call saw them."""
 
 
 class Sample(NamedTuple):
@@ -667,5 +669,7 @@ def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -
         new = columns.view_tokens(one.tokens)
         base = made[one.base] if one.base >= 0 else None
         seen = new[:0] if base is None else np.concatenate([base.prompt, drawn[base.start : base.end]])
-        made.append(EpisodeCall(np.concatenate([seen[: one.kept], new]), one.start, one.end, one.finish))
+        made.append(
+            EpisodeCall(np.concatenate([seen[: one.kept], new]), one.start, one.end, one.finish, one.is_trained)
+        )
     return tuple(made)

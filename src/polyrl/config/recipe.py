@@ -105,6 +105,8 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     replicas: AtLeastOne = 1
     """How many copies of the model the ranks hold: each copy is shared by `ranks` / `replicas` of them. A replica
     generates and trains on its own; gradients meet once a step."""
+    context_ranks: AtLeastOne = 1
+    """How many ranks train on the same samples, each with a run of their tokens: for samples too long for one GPU."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads for a model that is trained on the CPU; none: one for each core that the process may use, less those
     of `fleet.workers` and one for everything else; a single thread below ten million parameters."""
@@ -618,6 +620,9 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     other machines the checksum is always blake3, since xxh3-128 can be forged."""
     mooncake: Literal["", "tcp", "rdma"] = ""
     """Offer full versions through mooncake's transfer engine too, to workers that are started with --mooncake."""
+    every_node: bool = True
+    """Where the ranks are on several nodes, each serves its share of a version, so workers must reach all of them. Off,
+    and with TLS, mooncake or a manager on loopback: the first node serves everything, and holds whole versions."""
     encode_on: Literal["host", "device"] = "host"
     """Where deltas are encoded. The trainer's GPU is ten times as fast, but needs memory for one more copy of the
     weights, and the trainer waits for it; the host encodes while training goes on."""
@@ -816,6 +821,16 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ranks, replicas = self.train.ranks, self.train.replicas
         if ranks % replicas:
             raise ValueError(f"train.replicas: {replicas}, and train.ranks is {ranks}; expected a divisor of that")
+        context = self.train.context_ranks
+        if ranks // replicas % context:
+            raise ValueError(
+                f"train.context_ranks: {context}, and {ranks // replicas} ranks share a copy of the model; expected a "
+                "divisor of that"
+            )
+        if context > 1 and self.lora.dropout:
+            raise ValueError(
+                "lora.dropout: expected 0 with train.context_ranks, which divide the samples it is drawn for"
+            )
         if ranks > replicas and (self.optimizer.offload or self.optimizer.kind != "adamw"):
             raise ValueError(
                 'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank, or '

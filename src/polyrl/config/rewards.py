@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, structs
 
-from polyrl.scheduling.core.bounds import AtLeastOne, Positive
+from polyrl.scheduling.core.bounds import MAX_REWARD, AtLeastOne, Positive
 
 _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
@@ -22,6 +22,7 @@ ENVIRONMENT = "environment"
 COMPARING = ("arithmetic", "math")
 """Functions of ours that compare with the row's answer: every row must have one."""
 REWARD_NAMES = "arithmetic, math, code, judge, reward_model or module:function"
+RewardNumber = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -38,13 +39,13 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reward that an episode's environment gives."""
     name: str = ""
     """The name in metrics and samples; empty: the function's own name."""
-    weight: float = 1.0
+    weight: RewardNumber = 1.0
     """The factor of its score in the sum of all scores. 0: the score is reported, and does not count."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function, after the answer; of a class, when its object is made."""
     cache: bool = True
     """Score the same answer to the same prompt once. Off is for functions that draw lots."""
-    timeout_score: float | None = None
+    timeout_score: RewardNumber | None = None
     """The score of an answer at which the function runs into its time limit. None: such an answer has no reward, unless
     it used up the CPU time of `rewards.adaptive`, which is worth 0."""
     whole_group: bool = False

@@ -12,6 +12,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ _CHUNK_BYTES = 1 << 18
 _LOOK_AGAIN_S = 0.5
 _MAX_WINDOW_SPANS = 3_000
 _MAX_GROUPS = 500_000
+_NEWEST_GROUPS = 20_000
+"""The groups among which those of open rounds are looked for."""
 _STEADY = (e.TokensArrived, e.WorkerReported, e.FleetReported, e.RewardFinished)
 """Frequent events. When no command follows, nobody has changed what they do."""
 
@@ -148,10 +151,22 @@ class Follower:
         with self._lock:
             return self._use.parts(self._lines, self.started_at(), self._now, self.spent_usd())
 
+    def trainer_shares(self) -> dict[str, float]:
+        """Return which share of the whole run's time the trainer spent on what, in words."""
+        with self._lock:
+            parts = self._use.parts((), self.started_at(), self._now, 0.0)
+        return {one.words: one.share for one in parts}
+
     def steps_of_groups(self) -> dict[GroupId, int]:
         """Return the step of every group that is known."""
         with self._lock:
             return {group: planned.step for group, planned in self._groups.items()}
+
+    def steps_since(self, step: int) -> list[int]:
+        """Return the steps after this one that rounds were opened for."""
+        with self._lock:
+            newest = islice(reversed(self._groups.values()), _NEWEST_GROUPS)
+            return sorted({planned.step for planned in newest if planned.step > step})
 
     def prompt_of(self, group: int) -> GroupPrompt | None:
         return self._groups.get(GroupId(group))

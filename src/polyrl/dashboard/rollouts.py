@@ -6,6 +6,7 @@ Rules kept here: files are only read. Lists carry the ends of texts; a whole tex
 for. Decoded steps are kept, a bounded number of tokens.
 """
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -64,8 +65,12 @@ class Rollouts:
         self._steps: OrderedDict[int, list[KeptSample]] = OrderedDict()
 
     def steps(self) -> list[int]:
+        """Return the trained steps, and those that are begun, whether or not they have answers yet."""
         kept = self._look()
-        return [] if kept is None else kept.steps
+        if kept is None or not kept.trained_steps:
+            return [] if kept is None else kept.steps
+        trained = kept.trained_steps
+        return [*trained, *self._follower.steps_since(trained[-1])]
 
     def newest(self) -> list[KeptSample]:
         """Return the samples of the newest trained step; none before, or where its file was just moved."""
@@ -120,8 +125,8 @@ class Rollouts:
         found: list[dict[str, Any]] = []
         for step in sorted(by_step.keys() & there, reverse=True)[:_MAX_STEPS_OF_PROMPT]:
             groups = {str(group) for group in by_step[step]}
-            samples = [one for one in self._of_step(step) if one.name.partition("/")[0] in groups]
-            found += [self._summary(one) for one in samples]
+            with contextlib.suppress(UserError):  # it is begun and has no answers yet, or was just removed
+                found += [self._summary(one) for one in self._of_step(step) if one.name.partition("/")[0] in groups]
         return found
 
     # Reading
@@ -132,7 +137,7 @@ class Rollouts:
             if self._kept is None or time.monotonic() - self._read_at > _LOOK_AGAIN_S:
                 self._read_at = time.monotonic()
                 try:
-                    self._kept = None if self._is_empty() else Kept(self._run_dir, self._follower.steps_of_groups())
+                    self._kept = None if self._is_empty() else Kept(self._run_dir, self._follower.steps_of_groups)
                 except UserError:  # nothing was answered yet
                     self._kept = None
             return self._kept

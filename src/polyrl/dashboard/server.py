@@ -117,7 +117,9 @@ class DashboardServer:
     # Data
 
     async def _list_runs(self, _: web.Request) -> web.StreamResponse:
-        return _json([{"name": run.name, "live": run.live, "simulation": run.is_simulation} for run in self._runs])
+        drains = self._token is None  # the manager's own port takes what the page asks of workers
+        facts = [{"name": run.name, "live": run.live, "simulation": run.is_simulation} for run in self._runs]
+        return _json([{**one, "drains": drains} for one in facts])
 
     async def _now(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._in_thread(self._run(request).now))
@@ -226,7 +228,26 @@ async def serving(
         await runner.cleanup()
 
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:  # the name of a file, or of somebody's own code, that is no text
+        return _encoder.encode(_written_out(msgspec.to_builtins(value, str_keys=True)))
+
+
+def _written_out(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_written_out(name): _written_out(one) for name, one in value.items()}
+        case list() | tuple():
+            return [*map(_written_out, value)]
+        case _:
+            return value
 
 
 def _json(value: Any, code: int = 200) -> web.Response:

@@ -47,7 +47,8 @@ WORDS = {
     "pause": "paused by somebody",
 }
 """What the page calls each."""
-_BUSY = ("trains", "validates", "updates", "writes")
+_USEFUL = ("trains", "writes")
+"""What a run is for."""
 
 
 class TimePart(NamedTuple):
@@ -135,13 +136,16 @@ class WaitingContext(NamedTuple):
     join: str = ""
     """The command with which a worker joins."""
     is_async: bool = False
+    validation_every: int | None = None
+    """The recipe's `validation.every_steps`."""
     packs_tails: bool = False
     """Whether the recipe has `rounds.tail_batching` on."""
 
 
 def slowest(parts: Sequence[TimePart], around: WaitingContext) -> Slowest | None:
     """Return what holds the run up; None: nothing is waited for much."""
-    waits = [one for one in parts if one.name not in _BUSY]
+    begun = bool(around.lines)  # before a first step, versions are offered, models loaded and validated at leisure
+    waits = [one for one in parts if one.name not in _USEFUL and (begun or one.name not in ("updates", "validates"))]
     if not waits or waits[0].share < _MUCH or waits[0].a_step_s < _SHORT_S:
         return None
     worst = waits[0]
@@ -177,6 +181,17 @@ def _why(name: str, around: WaitingContext) -> tuple[str, str]:
         case "environments":
             why = "environments have the move: tools, games or graders of episodes"
             return why, "another host, or a larger environments.slots, plays more at once; see what tools wait for"
+        case "validates":
+            every = around.validation_every
+            when = "" if not every else "after every step, " if every == 1 else f"after every {every} steps, "
+            why = f"{when}all validation prompts are answered and scored, and nothing is trained meanwhile"
+            return why, "raise validation.every_steps, or lower validation.num_prompts or validation.num_samples"
+        case "updates":
+            why = "between steps the trainer puts weights together, offers them to workers, or saves them"
+            return why, (
+                "see time/step_publish and time/step_save in Curves: for saving, raise checkpoint.every_steps or take "
+                "a faster disk; for publishing, see docs/concepts/weights.md"
+            )
         case "no host":
             return "no host is there to play episodes", "start a host: `polyrl doctor RUN` prints the command"
         case _:

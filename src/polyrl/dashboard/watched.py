@@ -1,14 +1,14 @@
 """One run as the page shows it: live, over, or simulated.
 
 Rules kept here: a run is only read, from its directory or its journal. The state of a live run comes from its manager
-(`tell`), which starts this process; nothing here dials anybody.
+(`tell`), through whoever made this object; nothing here dials anybody.
 """
 
 import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,10 @@ class WatchedRun:
         self._statuses = [*self._statuses, status][-2:]
         self._heard_at = time.monotonic()
         self.follower.tell_time(status.now_s)
+
+    def end(self) -> None:
+        """Take in that the manager is gone: the run is over, until somebody goes on with it."""
+        self.live, self._statuses = False, []
 
     # What the page asks for
 
@@ -171,7 +175,8 @@ class WatchedRun:
         is_async = self._setting("train", "mode") == "async"
         packs_tails = self._setting("rounds", "tail_batching") not in (None, "off")
         lines = self.follower.lines()
-        return waiting.WaitingContext(status, lines, slow_workers, self._join_command(), is_async, packs_tails)
+        every = self._setting("validation", "every_steps")
+        return waiting.WaitingContext(status, lines, slow_workers, self._join_command(), is_async, every, packs_tails)
 
     def _setting(self, section: str, key: str) -> Any:
         """Return what the recipe says, which is read until it is there; None: nothing."""
@@ -253,8 +258,22 @@ class WatchedRun:
                 took = time.monotonic() - began
                 text = ledger_report.as_text(account, self.name, verified=False)
                 again_at = time.monotonic() + max(_LEDGER_EVERY_S, _LEDGER_REST * took)
-                self._ledger = again_at, {**ledger_report.as_json(account, self.name, None), "text": text}
+                told = ledger_report.as_json(account, self.name, None)
+                dollars = dollars_by_cause(told, self.follower.trainer_shares())
+                self._ledger = again_at, {**told, "dollars": dollars, "text": text}
             return self._ledger[1]
+
+
+def dollars_by_cause(ledger: Mapping[str, Any], trainer_shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return what was spent, on whom and on what: a worker's dollars are shared out by its seconds."""
+    usd, workers = ledger["usd"], dict[str, float]()
+    for one in ledger["workers"]:
+        in_all = sum(one["seconds"].values())
+        for activity, seconds in one["seconds"].items():
+            workers[activity] = workers.get(activity, 0.0) + one["usd"] * seconds / max(in_all, 1e-9)
+    trainer = {words: usd["trainer"] * share for words, share in trainer_shares.items()}
+    others = {"hosts": usd["hosts"], "reward workers": usd["reward_workers"]}
+    return {"trainer": trainer, "workers": workers, **{name: {"in all": spent} for name, spent in others.items()}}
 
 
 def _without_fleet(status: Status) -> dict[str, Any]:

@@ -201,12 +201,12 @@ class HostAgent:
         self._stop_all()
 
     async def _join(self) -> None:
-        options = self._options
+        options, most = self._options, self._environment.max_at_once
         request = HostJoinRequest(
             name=options.name,
             protocol=frames.PROTOCOL,
             environment=options.environment or self._environment.name,
-            slots=options.slots,
+            slots=options.slots if most is None else min(options.slots, most),
             price_usd_per_hour=options.price_usd_per_hour,
         )
         self._session = await self._dialer.post("/v1/hosts/join", request, HostJoinReply, self._session_before)
@@ -330,6 +330,7 @@ class HostAgent:
                 *(key.sample, key.attempt, "scored", episode.num_calls, finite(end.reward, "the reward")),
                 _with_turns(structs.replace(end, parts=checked_parts(end.parts))),
                 end.why[:MAX_WHY],
+                end.untrained,
             )
         except EpisodeFailed as error:
             frame = _failed(key, episode.num_calls, str(error))

@@ -16,7 +16,8 @@ from polyrl.hosts.episode import CallLimits, DrawnAnswer, Episode, EpisodeFailed
 from polyrl.hosts.known_families import KnownFamily
 from polyrl.hosts.replies import CallReply
 from polyrl.hosts.texts import ChatRefused, ModelText
-from polyrl.hosts.tools import ToolFamily, before_stop, family_of, read_answer
+from polyrl.hosts.tool_syntax import ToolSyntax, read_calls
+from polyrl.hosts.tools import before_stop
 
 if TYPE_CHECKING:
     from polyrl.hosts.chats import Chat
@@ -49,11 +50,15 @@ class Answering:
         self._completed: dict[str, list[int]] = {}
         """Prompt and answer of each completion that was cut off or had a stop string, and their tokens."""
         self._one_by_one = asyncio.Lock()
+        self._session = ""
+        self.callers: list[str] = []
+        """The session of each call that was answered; empty for one by the episode's base URL."""
 
-    async def answer(self, path: str, raw: bytes) -> tuple[bytes, bool]:
+    async def answer(self, path: str, raw: bytes, session: str = "") -> tuple[bytes, bool]:
         """Return the body of the reply, and whether it is a stream of events. Raises FrontRefusal, NoRoom,
         EpisodeFailed."""
         async with self._one_by_one:
+            self._session = session
             try:
                 match path:
                     case "/inference/v1/generate":
@@ -98,8 +103,9 @@ class Answering:
             self._chat = Chat(model, self._family)
         chat, options = self._chat, {**self._chat_options, **(body.chat_template_kwargs or {})}
         prompt = await model.in_thread(lambda: chat.prompt(messages, tools or None, options))
+        syntax = model.tool_syntax() if tools else None
         drawn = await self._call(prompt.tokens, limits)
-        message = self._message(model, drawn, limits, tools, only_one=body.parallel_tool_calls is False)
+        message = self._message(model, drawn, limits, tools, syntax, only_one=body.parallel_tool_calls is False)
         chat.record(prompt, drawn, message)
         ids, logprobs = body.return_token_ids is True, body.logprobs is True
         reply = self._reply(prompt.tokens, drawn, with_logprobs=logprobs, with_token_ids=ids)
@@ -113,15 +119,15 @@ class Answering:
         drawn: DrawnAnswer,
         limits: CallLimits,
         tools: list[dict[str, object]],
+        syntax: ToolSyntax | None,
         *,
         only_one: bool,
     ) -> dict[str, object]:
         tokens = model.content(drawn)
         plain = before_stop(model.decode(tokens), limits.stop)
-        family: ToolFamily | None = family_of(model.template.source) if tools and model.template else None
-        if family is None:
+        if syntax is None:
             return replies.message_of(plain, [])
-        found = read_answer(before_stop(model.decode(tokens, special=True), limits.stop), family, tools)
+        found = read_calls(before_stop(model.decode(tokens, special=True), limits.stop), syntax, tools)
         if not found.calls:
             return replies.message_of(plain, [])
         return replies.message_of(found.content, found.calls[:1] if only_one else found.calls)
@@ -130,6 +136,7 @@ class Answering:
 
     async def _call(self, prompt: list[int], limits: CallLimits) -> DrawnAnswer:
         drawn = await self._episode.call(prompt, limits)
+        self.callers.append(self._session)
         if len(drawn.tokens) != len(drawn.logprobs) or not all(map(math.isfinite, drawn.logprobs)):
             raise EpisodeFailed("an answer whose log-probabilities are not finite numbers, one a token")
         return drawn

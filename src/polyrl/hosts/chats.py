@@ -25,6 +25,7 @@ from polyrl.data.chat_template import ChatTemplate, TemplateRefused
 from polyrl.hosts.episode import DrawnAnswer
 from polyrl.hosts.known_families import KnownFamily
 from polyrl.hosts.texts import ChatRefused, ModelText
+from polyrl.hosts.tools import whole_text
 
 ChatMessages = list[dict[str, Any]]
 ChatTools = list[dict[str, Any]]
@@ -70,7 +71,7 @@ class Chat:
             raise ChatRefused("tools: the model's chat template does not render tools; leave them out")
         settings = {name: value for name, value in options.items() if name not in ("messages", "tools", "documents")}
         prints = _fingerprints(messages, tools, settings)
-        plain = [_for_template(message) for message in messages]
+        plain = [self._for_template(message) for message in messages]
         try:
             for place in reversed(range(1, len(messages) - 1)):
                 before = self._remembered.get(prints[place])
@@ -82,7 +83,7 @@ class Chat:
             written = self._template.render(plain, settings, tools=tools)
         except TemplateRefused as error:
             raise ChatRefused(f"messages: the model's chat template refuses them: {error}") from error
-        return ChatPrompt(self._text.encode(written), False, prints[-1], plain)
+        return ChatPrompt(self._text.encode_rendered(written), False, prints[-1], plain)
 
     def record(self, prompt: ChatPrompt, drawn: DrawnAnswer, reply: dict[str, Any]) -> None:
         """Remember an answer, as `reply` tells it to the harness."""
@@ -92,6 +93,21 @@ class Chat:
         self._remembered[key] = _Remembered(array("i", prompt.tokens), drawn, sampled, prompt.messages)
         while len(self._remembered) > _MAX_REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
+
+    def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message as chat templates expect it: text instead of null, and arguments of tool calls as objects.
+
+        What others than the policy say has no special tokens, whatever they wrote.
+        """
+        content = message.get("content") or ""
+        made = {name: value for name, value in message.items() if value is not None}
+        made["content"] = whole_text(content) if message["role"] == "assistant" else self._text.as_text(content)
+        calls = message.get("tool_calls")
+        if calls:
+            made["tool_calls"] = [{**one, "function": _with_object(one["function"])} for one in calls]
+        else:
+            made.pop("tool_calls", None)
+        return made
 
     def _bridge(
         self, before: _Remembered, new: ChatMessages, tools: ChatTools | None, settings: dict[str, Any]
@@ -103,7 +119,7 @@ class Chat:
         added = self._difference(before, messages, tools, settings)
         if added is not None:
             return [*old, *added], messages
-        if self._family is not None:
+        if self._family is not None and not any(self._text.had_special(one["content"]) for one in new):
             known = self._family.bridge(list(before.prompt), before.drawn.tokens, new, tools, settings)
             if known is not None and known[: len(old)] == old:
                 return known, messages
@@ -134,11 +150,11 @@ class Chat:
         """
         if not tail:
             return []
-        tokens = self._text.encode(whole)
-        candidates = [self._text.encode(tail)]
+        tokens = self._text.encode_rendered(whole)
+        candidates = [self._text.encode_rendered(tail)]
         if end:
-            num_end = len(self._text.encode(end))
-            candidates.append(self._text.encode(end + tail)[num_end:])
+            num_end = len(self._text.encode_rendered(end))
+            candidates.append(self._text.encode_rendered(end + tail)[num_end:])
         return next((one for one in candidates if one and tokens[-len(one) :] == one), None)
 
 
@@ -168,19 +184,6 @@ def _after(whole: str, begun: str, given: str, sampled: str) -> str | None:
 def _without_space(tail: str, space: str) -> str:
     """Leave out the space that the answer ends with, where the template kept it."""
     return tail[len(space) :] if tail.startswith(space) else tail
-
-
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates expect it: text instead of null, and arguments of tool calls as objects."""
-    content = message.get("content")
-    made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = "" if content is None else content
-    calls = message.get("tool_calls")
-    if calls:
-        made["tool_calls"] = [{**one, "function": _with_object(one["function"])} for one in calls]
-    else:
-        made.pop("tool_calls", None)
-    return made
 
 
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:

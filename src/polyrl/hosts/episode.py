@@ -19,7 +19,8 @@ from msgspec import Struct
 
 from polyrl.errors import PolyrlError
 from polyrl.hosts.tools import whole_text
-from polyrl.wire.host_frames import MAX_PARTS, MAX_REWARD, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
+from polyrl.scheduling.core.bounds import MAX_REWARD
+from polyrl.wire.host_frames import MAX_PARTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
 
 MAX_WHY = 300
 """Characters of the reason of an end that are told."""
@@ -105,6 +106,8 @@ class EpisodeEnd(Struct, frozen=True, kw_only=True):
     why: str = ""
     """Why it ended, as the environment says: one line."""
     num_turns: int = 0
+    untrained: tuple[int, ...] = ()
+    """Numbers of calls that somebody else made of the policy: an opponent, a user that it plays, a judge."""
 
 
 class PlayedEnvironment(Protocol):
@@ -116,6 +119,12 @@ class PlayedEnvironment(Protocol):
     @property
     def num_tasks(self) -> int | None:
         """Known after `start`. None: tasks are made from any number."""
+        ...
+
+    @property
+    def max_at_once(self) -> int | None:
+        """Known after `start`: episodes that it can play at once; None: any number. An episode that waited for a place
+        within its environment would spend its first turn's time there."""
         ...
 
     async def start(self) -> None:

@@ -19,7 +19,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -88,6 +88,10 @@ class OpenEpisode:
         """Let requests with this session reach the episode. Raises SessionTaken."""
         self._front.join(session, self)
 
+    def calls_but_of(self, sessions: Collection[str]) -> tuple[int, ...]:
+        """Return the numbers of the answered calls that were made with none of these sessions."""
+        return tuple(number for number, one in enumerate(self.answering.callers) if one not in sessions)
+
     def __enter__(self) -> "OpenEpisode":
         return self
 
@@ -96,13 +100,13 @@ class OpenEpisode:
         for task in self._calls.values():
             task.cancel()
 
-    async def answer(self, path: str, raw: bytes, *, is_retry: bool) -> tuple[bytes, bool]:
+    async def answer(self, path: str, raw: bytes, *, is_retry: bool, session: str = "") -> tuple[bytes, bool]:
         """Answer a request, or wait for the answer of the one that it repeats. Raises FrontRefusal."""
         key = hashlib.blake2b(path.encode() + b"\0" + raw, digest_size=16).digest()
         task = self._calls.get(key) if is_retry else None
         if task is None:
             self._make_place()
-            task = asyncio.create_task(self._answer(path, raw))
+            task = asyncio.create_task(self._answer(path, raw, session))
             self._calls.pop(key, None)
             self._calls[key] = task
         try:
@@ -119,9 +123,9 @@ class OpenEpisode:
         for key in done[:-MAX_KEPT_ANSWERS]:
             del self._calls[key]
 
-    async def _answer(self, path: str, raw: bytes) -> tuple[bytes, bool]:
+    async def _answer(self, path: str, raw: bytes, session: str) -> tuple[bytes, bool]:
         try:
-            found = await self.answering.answer(path, raw)
+            found = await self.answering.answer(path, raw, session)
         except NoRoom as error:
             self.trouble = ""
             raise FrontRefusal(str(error), param="prompt", code="context_length_exceeded") from error
@@ -223,7 +227,8 @@ class HostFront:
             opened = self._episode_of(request)
             raw = await request.read()
             is_retry = request.headers.get(_RETRIES, "0") != "0"
-            body, is_streamed = await opened.answer(path, raw, is_retry=is_retry)
+            session = request.headers.get(_SESSION, "")
+            body, is_streamed = await opened.answer(path, raw, is_retry=is_retry, session=session)
             return web.Response(body=body, content_type=_STREAM if is_streamed else _JSON)
 
         return handle

@@ -7,7 +7,8 @@
 
 `task` is a row of the recipe's data, if there is data, with the task's number as `index`. Episodes of a group have the
 same task and seed. An object plays one episode. Optional: `close()`; `out_of_turns() -> float`, the reward of an
-episode that is out of turns, tokens or context (default 0.0); attributes `tools`, `stop`, `max_tokens`, `num_tasks`.
+episode that is out of turns, tokens or context (default 0.0); attributes `tools`, `stop`, `max_tokens`, `num_tasks`,
+`max_at_once`.
 A class that brings a harness of its own has `play(base_url, task, seed)` in place of `begin` and `step`, and returns
 the reward, or a Turn with it. Each method may be async; plain ones run in a thread.
 
@@ -83,13 +84,15 @@ class OwnEnvironment:
         self._max_turns = max_turns
         self.name = name or getattr(make, "__name__", "") or type(make).__name__
         self.num_tasks: int | None = None
+        self.max_at_once: int | None = None
 
     async def start(self) -> None:
         """Make one object, so that wrong settings are told before anything is played."""
         thread = EpisodeThread(f"{self.name}-start")
         try:
             one = await thread.run(self._make)
-            self.num_tasks = _num_tasks(one)
+            self.num_tasks = _whole_number(one, "num_tasks")
+            self.max_at_once = _whole_number(one, "max_at_once")
             _check_methods(one, self.name)
             if not hasattr(one, "play"):
                 self._text()
@@ -211,11 +214,11 @@ def _limits_of(one: Any) -> CallLimits:
     return CallLimits(getattr(one, "max_tokens", None), (), (stop,) if isinstance(stop, str) else tuple(stop))
 
 
-def _num_tasks(one: Any) -> int | None:
-    num = getattr(one, "num_tasks", None)
+def _whole_number(one: Any, name: str) -> int | None:
+    num = getattr(one, name, None)
     if num is None or (isinstance(num, int) and num >= 1):
         return num
-    raise UserError(f"num_tasks: got {num!r}, expected a whole number from 1 on, or None")
+    raise UserError(f"{name}: got {num!r}, expected a whole number from 1 on, or None")
 
 
 def _check_methods(one: Any, name: str) -> None:

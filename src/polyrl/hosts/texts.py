@@ -1,11 +1,13 @@
 """A model's tokenizer, chat template and end tokens, as far as a host needs them.
 
 Rules kept here: a text that is longer than any prompt can be is refused before it is tokenized. Long texts are
-tokenized in threads of our own: neither the host's loop nor an environment's threads wait for it.
+tokenized in threads of our own: neither the host's loop nor an environment's threads wait for it. A special token
+that somebody else wrote out, such as `<|im_end|>` on a web page, is text: it ends no message, and begins none.
 Left out: which tokens of a conversation stay as they were drawn (chats.py).
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ from polyrl.config.model_dir import read_facts
 from polyrl.data.text_parts import load_text_parts
 from polyrl.errors import PolyrlError
 from polyrl.hosts.episode import DrawnAnswer, NoRoom
+from polyrl.hosts.tool_syntax import PROBES, ToolSyntax, find_syntax
 from polyrl.hosts.tools import whole_text
 
 if TYPE_CHECKING:
@@ -26,14 +29,8 @@ _NUM_THREADS = 2
 _BYTES_PER_TOKEN = 16
 """More than the average of a prompt in any language."""
 _LONG_CONTEXT = 131072
-_PROBE = {
-    "type": "function",
-    "function": {
-        "name": "polyrl_probe",
-        "description": "A probe.",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
+_BREAK = "\ud800"
+"""Stands within a special token that is text: half of a character, which no text has that was made whole."""
 
 
 class ChatRefused(PolyrlError):
@@ -55,6 +52,9 @@ class ModelText:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="host-text")
         self._renders_tools: bool | None = None
+        self._syntaxes: list[ToolSyntax | None] = []
+        self._special = _special_tokens(tokenizer)
+        self._beginnings = _beginnings(self._special)
         self.template = template
         self.end_ids = end_ids
         self.max_context = max_context
@@ -65,9 +65,41 @@ class ModelText:
 
         Halves of characters, as names of files can have them, are read as marks of what cannot be shown.
         """
+        self._check_length(text)
+        return self._ids(text, special=special)
+
+    def as_text(self, said: str) -> str:
+        """Return what somebody said, for a template, so that `encode_rendered` reads no special token in it. Raises
+        NoRoom."""
+        self._check_length(said)
+        return self._beginnings.sub(rf"\g<0>{_BREAK}", whole_text(said))
+
+    @staticmethod
+    def had_special(said: str) -> bool:
+        """Return whether `as_text` found a special token in it."""
+        return _BREAK in said
+
+    def encode_rendered(self, written: str) -> list[int]:
+        """Return the tokens of what a template wrote. Raises NoRoom.
+
+        Each part but the first is tokenized after a special token, as some tokenizers mark the first word of a text.
+        """
+        self._check_length(written)
+        first, *parts = written.split(_BREAK)
+        tokens = self._ids(first)
+        if parts:
+            before = self._special[0]
+            num_before = len(self._ids(before))
+            for part in parts:
+                tokens += self._ids(before + part)[num_before:]
+        return tokens
+
+    def _check_length(self, text: str) -> None:
         context = _LONG_CONTEXT if self.max_context is None else self.max_context
         if len(text) > context * _BYTES_PER_TOKEN:
             raise NoRoom(f"a text of {len(text)} characters; the context is {context} tokens long")
+
+    def _ids(self, text: str, *, special: bool = False) -> list[int]:
         return self._tokenizer.encode_batch_fast([whole_text(text)], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -85,17 +117,48 @@ class ModelText:
 
         if self._renders_tools is None and self.template is not None:
             try:
-                shown = self.template.render([{"role": "user", "content": "hello"}], {}, tools=[_PROBE])
+                shown = self.template.render([{"role": "user", "content": "hello"}], {}, tools=PROBES[:1])
             except TemplateRefused:
                 shown = ""
             self._renders_tools = "polyrl_probe" in shown
         return self._renders_tools is True
+
+    def tool_syntax(self) -> ToolSyntax:
+        """Return how the model writes tool calls. Raises ChatRefused where that cannot be told."""
+        if not self._syntaxes:
+            self._syntaxes.append(None if self.template is None else find_syntax(self.template))
+        if self._syntaxes[0] is None:
+            raise ChatRefused(
+                "tools: the model's chat template writes calls in a way that cannot be read safely; leave them out"
+            )
+        return self._syntaxes[0]
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Return the texts of special tokens. One of a single character cannot be broken, and stays one."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [one.content for one in added if one.special and len(one.content) > 1]
+
+
+def _beginnings(special: Sequence[str]) -> "re.Pattern[str]":
+    """Return what finds the first character of each special token, also where they overlap."""
+    return re.compile(f"(?={_one_of(special)}).", re.DOTALL)
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """Return a pattern that looks at each character once, however many texts there are; nothing matches none."""
+    if "" in texts:
+        return ""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], []).append(text[1:])
+    return f"(?:{'|'.join(re.escape(first) + _one_of(rest) for first, rest in rests.items())})" if rests else "(?!)"
 
 
 def load_text(folder: str | Path) -> ModelText:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 ToolFamily = Literal["hermes", "xml", "llama", "mistral"]
+"""tool_syntax.py finds out which one a template has, and how others write calls."""
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _NAME = re.compile(r"""["']?name["']?\s*:\s*["']([^"']+)["']""")
@@ -65,21 +66,24 @@ def whole_text(text: str) -> str:
 
 
 def read_answer(
-    text: str, family: ToolFamily | None, tools: Sequence[Mapping[str, Any]] | None = None
+    text: str, family: "ToolFamily | Callable[[str], WrittenAnswer]", tools: Sequence[Mapping[str, Any]] = ()
 ) -> WrittenAnswer:
     """Return what a model wrote as text and tool calls. `text` has its special tokens.
 
     `tools` are those of the request: XML says nothing of a value's type, and their schemas do.
     """
-    if family is None:
-        return WrittenAnswer(text, [])
     thought, mark, rest = text.rpartition(_THOUGHT)
-    found = _xml(rest, _texts_of(tools or ())) if family == "xml" else _READERS[family](rest)
+    if family == "xml":
+        found = _xml(rest, _texts_of(tools))
+    elif callable(family):
+        found = family(rest)
+    else:
+        found = _READERS[family](rest)
     return WrittenAnswer(thought + mark + found.content if mark else found.content, found.calls[:_MAX_CALLS])
 
 
 def _hermes(text: str) -> WrittenAnswer:
-    return _blocks(text, lambda block: _json_calls(block, several=False))
+    return _blocks(text, lambda block: json_calls(block, several=False))
 
 
 def _xml(text: str, texts: set[tuple[str, str]]) -> WrittenAnswer:
@@ -100,7 +104,7 @@ def _xml(text: str, texts: set[tuple[str, str]]) -> WrittenAnswer:
             except RecursionError:
                 arguments = _dump(written)
             found.append(WrittenCall(name.strip(), arguments))
-        return found or _json_calls(block, several=False)
+        return found or json_calls(block, several=False)
 
     return _blocks(text, calls)
 
@@ -140,7 +144,7 @@ def _llama(text: str) -> WrittenAnswer:
     bare = bare.removeprefix(_PYTHON_TAG).strip()
     if not is_marked and not bare.startswith("{"):
         return WrittenAnswer(text, [])
-    calls = _json_calls(bare, several=True)
+    calls = json_calls(bare, several=True)
     return WrittenAnswer("", calls) if calls else WrittenAnswer(text, [])
 
 
@@ -149,7 +153,7 @@ def _mistral(text: str) -> WrittenAnswer:
     if not mark:
         return WrittenAnswer(text, [])
     if rest.lstrip().startswith("["):
-        calls = _json_calls(rest, several=True)
+        calls = json_calls(rest, several=True)
     else:
         found = [_MISTRAL_CALL.fullmatch(part.strip()) for part in rest.split(_MISTRAL)]
         calls = [WrittenCall(one[1], one[2].strip()) for one in found if one is not None]
@@ -163,7 +167,7 @@ _READERS: Mapping[ToolFamily, Callable[[str], WrittenAnswer]] = {
 }
 
 
-def _json_calls(text: str, *, several: bool) -> list[WrittenCall]:
+def json_calls(text: str, *, several: bool) -> list[WrittenCall]:
     """Read calls written as JSON: an object, a list of objects, or objects with semicolons between them."""
     text = text.strip()
     try:
@@ -171,7 +175,7 @@ def _json_calls(text: str, *, several: bool) -> list[WrittenCall]:
     except (ValueError, RecursionError):
         parts = re.split(r";\s*(?=\{)", text) if several else [text]
         if len(parts) > 1:
-            return [call for part in parts for call in _json_calls(part, several=False)]
+            return [call for part in parts for call in json_calls(part, several=False)]
         return _damaged_call(text)
     if isinstance(values[0], list):
         values = values[0]
@@ -195,7 +199,9 @@ def _call(value: object) -> WrittenCall | None:
 
 
 def _damaged_call(text: str) -> list[WrittenCall]:
-    """Read a call whose JSON is broken: its name, and its arguments as they were written."""
+    """Read a call whose JSON is broken: its name, and its arguments as they were written. Of a list, the first."""
+    if text.startswith("["):
+        text = text[1:].removesuffix("]").strip()
     name = _NAME.search(text)
     if name is None or not text.startswith("{"):
         return []

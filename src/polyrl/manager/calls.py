@@ -19,7 +19,9 @@ OPEN = -1
 class CallRecord:
     """One call. `end` is OPEN until it is answered whole."""
 
-    __slots__ = ("base", "end", "finish", "kept", "max_tokens", "prompt", "start", "stop", "stop_ids", "tokens")
+    __slots__ = (
+        *("base", "end", "finish", "is_trained", "kept", "max_tokens", "prompt", "start", "stop", "stop_ids", "tokens"),
+    )
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class CallRecord:
         self.max_tokens, self.stop_ids, self.stop = max_tokens, stop_ids, stop
         self.end = OPEN
         self.finish = ""
+        self.is_trained = True
         self.prompt: bytes | None = None
         """Packed ids of the whole prompt, if they are at hand."""
 
@@ -101,7 +104,9 @@ def num_received(calls: Sequence[CallRecord], num_calls: int) -> int:
 
 def payload_of(calls: Sequence[CallRecord]) -> tuple[CallPayload, ...]:
     return tuple(
-        CallPayload(one.base, one.kept, one.tokens, one.start, one.end, one.finish) for one in calls if one.end != OPEN
+        CallPayload(one.base, one.kept, one.tokens, one.start, one.end, one.finish, one.is_trained)
+        for one in calls
+        if one.end != OPEN
     )
 
 

@@ -49,6 +49,7 @@ class EpisodeKept(Note, frozen=True, tag="episode"):
     finish: str
     reward: float
     parts: dict[str, float] = {}
+    untrained: tuple[int, ...] = ()
 
 
 class RunOpened(Note, frozen=True, tag="run"):

@@ -4,7 +4,7 @@ The tokens of a sample are a growing buffer of cells (wire/columns.py), and segm
 wrote from where. They are kept from its first lease until its step is over or its group is dropped.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -91,9 +91,12 @@ class SampleTokens:
         self.segments = [one for one in self.segments if one.from_token < num_tokens]
         self.version = -1
 
-    def end_episode(self, finish: str, reward: float, parts: dict[str, float]) -> None:
-        """Note the reward that the environment gave."""
+    def end_episode(self, finish: str, reward: float, parts: dict[str, float], untrained: Sequence[int] = ()) -> None:
+        """Note the reward that the environment gave, and the calls that it does not pay for."""
         self.finish, self.reward, self.parts = finish, reward, parts
+        for number in untrained:
+            if number < len(self.calls):
+                self.calls[number].is_trained = False
         self.own = EnvironmentReward(reward, parts)
 
     def begin_segment(self, version: int) -> None:

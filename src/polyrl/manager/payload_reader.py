@@ -194,7 +194,7 @@ class PayloadReader:
             text.cut(num_calls, note.num_tokens)
         del text.calls[num_calls:]
         if isinstance(note, EpisodeKept):
-            text.end_episode(note.finish, note.reward, note.parts)
+            text.end_episode(note.finish, note.reward, note.parts, note.untrained)
         else:
             prompt = (note.base, note.kept, note.tokens)
             text.calls.append(CallRecord(*prompt, note.start, note.max_tokens, note.stop_ids, note.stop))

@@ -59,7 +59,7 @@ class Run:
         self.num_tokens = 0
         """Tokens that came in since this process started."""
         self.has_told = False
-        """The scheduler heard something, so its next deadline may be another."""
+        """The scheduler was told something, so its next deadline may have changed."""
         self._events: deque[e.Event] = deque()
         self._telling = False
 

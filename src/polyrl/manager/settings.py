@@ -42,7 +42,7 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Workers at once. The next one is told to try again later."""
     max_workers_per_address: Annotated[int, Meta(ge=1)] = 2048
     max_unfinished_mb: Annotated[float, Meta(ge=16)] = 256.0
-    """Of workers' messages of which a part has come, all together: beyond it, the one begun first is cut off."""
+    """The size of all messages of workers of which only a part has come. Beyond it, the one begun first is cut off."""
     message_timeout_s: SettingSeconds = 60.0
     """A worker's message that is not whole after so long is cut off with its connection."""
     relay_networks: tuple[str, ...] = ()

@@ -85,7 +85,13 @@ def answer(run: Run, session: HostSession, sample: SampleId, attempt: int, numbe
 
 
 def keep_episode(
-    run: Run, sample: SampleId, num_calls: int, num_tokens: int, reward: float, parts: dict[str, float]
+    run: Run,
+    sample: SampleId,
+    num_calls: int,
+    num_tokens: int,
+    reward: float,
+    parts: dict[str, float],
+    untrained: tuple[int, ...] = (),
 ) -> None:
     """Note an episode's end: its reward, and the tokens that its environment received."""
     text = run.payload.tokens_of(sample)
@@ -94,9 +100,10 @@ def keep_episode(
         text.cut(num_calls, num_tokens)
     else:
         del text.calls[num_calls:]
-    text.end_episode(text.calls[-1].finish, reward, parts)
+    text.end_episode(text.calls[-1].finish, reward, parts, untrained)
     run.note_grants()
-    run.lobby.journal.add_note(EpisodeKept(sample, num_calls, num_tokens, is_cut, text.finish, text.reward, text.parts))
+    kept = EpisodeKept(sample, num_calls, num_tokens, is_cut, text.finish, text.reward, text.parts, untrained)
+    run.lobby.journal.add_note(kept)
 
 
 def _score_over_time(run: Run, command: c.StopEpisode) -> None:

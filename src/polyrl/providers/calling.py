@@ -12,6 +12,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyrl.engines.finishing import finish_first
 from polyrl.errors import plain, shorten
 from polyrl.providers.provider import ProviderError
 
@@ -34,15 +35,15 @@ async def call_for_code(
     argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", environment: Mapping[str, str] | None = None
 ) -> tuple[int, str, str]:
     """Return exit code, output and errors. Raises ProviderError if it is not there, or prints or takes too much."""
-    loop = asyncio.get_running_loop()
+    heard = _Heard(argv[0])
     try:
-        transport, heard = await loop.subprocess_exec(
-            lambda: _Heard(argv[0]), *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE,
-            env={**os.environ, **(environment or {})}, start_new_session=True,
+        # cancelled in its middle, the start would end that process alone, and wait for all that hold its pipes
+        transport, _ = await finish_first(
+            asyncio.get_running_loop().subprocess_exec(
+                lambda: heard, *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE,
+                env={**os.environ, **(environment or {})}, start_new_session=True,
+            )
         )  # fmt: skip
-    except OSError as error:
-        raise ProviderError(f"{argv[0]}: cannot be started: {error.strerror or error}") from error
-    try:
         far: Any = transport.get_pipe_transport(0)  # uvloop's is no asyncio.WriteTransport
         if stdin and not far.is_closing():  # a command that is over already has closed it
             far.write(stdin)
@@ -50,13 +51,13 @@ async def call_for_code(
         async with asyncio.timeout(timeout_s):
             await heard.over
     except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(transport.get_pid(), signal.SIGKILL)
+        heard.end()
         if isinstance(error, TimeoutError):
             raise ProviderError(f"{argv[0]}: no answer within {timeout_s:g} s") from error
+        if isinstance(error, OSError):
+            raise ProviderError(f"{argv[0]}: cannot be started: {error.strerror or error}") from error
         raise
-    finally:
-        transport.close()
+    transport.close()
     code = transport.get_returncode()
     assert code is not None, "it is over when the process has ended"
     return code, heard.text(1), heard.text(2)
@@ -71,10 +72,21 @@ class _Heard(asyncio.SubprocessProtocol):
         self._open = {1, 2}
         self._has_ended = False
         self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.SubprocessTransport | None = None
         self.over: asyncio.Future[None] = self._loop.create_future()
+
+    def end(self) -> None:
+        """End it and all that it started, if it was started."""
+        if self._transport is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._transport.get_pid(), signal.SIGKILL)
+            self._transport.close()
 
     def text(self, descriptor: int) -> str:
         return self._printed[descriptor].decode(errors="replace")
+
+    def connection_made(self, transport: Any) -> None:  # uvloop's is no asyncio.SubprocessTransport
+        self._transport = transport
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         printed = self._printed[fd]

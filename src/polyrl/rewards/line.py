@@ -56,8 +56,6 @@ _SIGNALLED = 128
 _STACK_S = 0.1
 """The time for a process to write its stack to the log before it is killed."""
 _MAX_LOG_BYTES = 16 << 20
-_LOOK_EVERY = 64
-"""The number of answers of a process after which the size of its log is checked again."""
 _SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSW|_PWD$|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|COOKIE|_KEY$|_PAT$|WEBHOOK"
     r"|CONNECTION_?STRING|_DSN$",
@@ -189,9 +187,9 @@ class RewardProcess(asyncio.Protocol):
     def is_usable(self) -> bool:
         return not self._broken
 
-    def running(self) -> list[tuple[float, RewardCall]]:
-        """Return the functions that are running, each with its start time."""
-        return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
+    def running(self) -> Iterator[tuple[float, RewardCall]]:
+        """Yield the functions that are running, each with its start time."""
+        return ((one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None)
 
     async def ask(self, call: RewardCall) -> ScoredReply | Failed:
         """Score one answer, or one group.
@@ -201,8 +199,7 @@ class RewardProcess(asyncio.Protocol):
         await asyncio.shield(self._started)
         if self._broken:
             raise ProcessBroke(self._broken, is_own=False)
-        if not self._num_answered % _LOOK_EVERY:
-            self._trim_log()
+        self._trim_log()
         nonce = secrets.token_bytes(NONCE_BYTES)
         given, answers = take_apart(call.given)
         try:

@@ -14,9 +14,11 @@ from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, decode_reply, encode, take_messages
 from polyrl.rewards.reward import OURS, check_reward, find_reward
+from polyrl.rewards.sandbox.sandbox import shout
 
 _ANYWHERE = {"code": "polyrl.rewards.sandbox.scoring:ProgramReward"}
 """Functions of ours that some machines cannot import, each with a class of the same arguments that all can."""
+_UNSAFE = "polyrl.rewards.unsafe_no_sandbox:UnsafeCode"
 
 
 def check_functions(functions: Mapping[str, WeightedReward], surroundings: Surroundings | None = None) -> None:
@@ -30,6 +32,8 @@ def check_functions(functions: Mapping[str, WeightedReward], surroundings: Surro
             check_reward(find_reward(one.function, key), one.args, key)
     if theirs:
         _check_elsewhere(theirs, surroundings)
+    if any(one.function == _UNSAFE for one in functions.values()):
+        shout()  # its own processes have no terminal to shout in
 
 
 def check_sent(functions: Mapping[str, WeightedReward]) -> None:

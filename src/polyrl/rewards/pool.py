@@ -21,10 +21,11 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from polyrl.config.rewards import STAYS
-from polyrl.errors import ConfigError
+from polyrl.errors import ConfigError, plain
 from polyrl.rewards import arithmetic
 from polyrl.rewards.groups import RewardGroup
 from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, ScoredReply, Surroundings
@@ -45,6 +46,7 @@ QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
 """Functions of ours that only compare two texts, and run in the trainer."""
 MAX_LOSSES = 3
 """An answer over which so many reward workers were lost has no reward for now."""
+_MAX_REASON = 2000
 
 
 class PoolState(NamedTuple):
@@ -104,11 +106,14 @@ class RewardPool:
         return await asyncio.shield(task)
 
     def state(self) -> PoolState:
-        now = asyncio.get_running_loop().time()
-        running = [one for process in self._processes for one in process.running()] + self.remote.running()
-        begun_at, call = min(running, key=lambda one: one[0], default=(now, None))
-        name = "" if call is None else call.function
-        return PoolState(len(running), len(self._asking) - len(running), now - begun_at, name)
+        """Asked every second: a list of 10,000 rewards would have Python look through all objects of the trainer."""
+        now = first = asyncio.get_running_loop().time()
+        num, name = 0, ""
+        for begun_at, call in chain(*(one.running() for one in self._processes), self.remote.running()):
+            num += 1
+            if not name or begun_at < first:
+                first, name = begun_at, call.function
+        return PoolState(num, len(self._asking) - num, now - first, name)
 
     @property
     def pids(self) -> list[int]:
@@ -158,17 +163,18 @@ class RewardPool:
                 raise self._failure(again) from again
         if not isinstance(reply, Failed):
             return reply
+        reason = plain(reply.reason[:_MAX_REASON])  # code of the function's own may have written it
         match reply.kind:
             case "unknown":
-                raise ConfigError(reply.reason)
+                raise ConfigError(reason)
             case "timed_out":
-                raise RewardTimedOut(reply.reason + self._more())
+                raise RewardTimedOut(reason + self._more())
             case "unavailable":
-                raise RewardUnavailable(reply.reason)
+                raise RewardUnavailable(reason)
             case "stops":
-                raise RewardStops(reply.reason)
+                raise RewardStops(reason)
             case "failed":
-                raise RewardFailed(reply.reason + self._hint(reply.reason) + self._more())
+                raise RewardFailed(reason + self._hint(reason) + self._more())
 
     def _failure(self, broke: ProcessBroke) -> RewardFailed:
         if broke.timed_out:
@@ -298,7 +304,7 @@ class RewardPool:
 
 
 def _reward(told: RewardScored) -> Reward:
-    return Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct)
+    return check_value(Reward(told.score, told.parts, told.outcome, told.cpu_s, told.correct))
 
 
 class _Waiting:

@@ -255,6 +255,13 @@ def _timed_out(ask: Ask) -> Failed:
 
 
 def _failure(ask: Ask, error: BaseException) -> Failed:
+    try:
+        return _described(ask, error)
+    except BaseException:  # noqa: BLE001  an exception's own text may raise as well
+        return Failed(ask.nonce, type(error).__name__)
+
+
+def _described(ask: Ask, error: BaseException) -> Failed:
     if isinstance(error, RewardUnavailable | RewardStops):
         kind = "stops" if isinstance(error, RewardStops) else "unavailable"
         return Failed(ask.nonce, shorten(plain(str(error))), kind)

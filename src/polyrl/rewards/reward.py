@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from polyrl.config.plugins import check_arguments, find
 from polyrl.config.rewards import COMPARING, WeightedReward
 from polyrl.errors import ConfigError, NoReward, PolyrlError, shorten
+from polyrl.scheduling.core.bounds import MAX_REWARD
 
 OURS = {
     "arithmetic": "polyrl.rewards.arithmetic:score",
@@ -36,6 +37,8 @@ OURS = {
 SCORE = "score"
 """The key of the reward itself in a dict of parts, if it is not the sum of the parts."""
 MAX_PARTS = 32
+_MAX_PART = 1e15
+"""The most that a part may say, which need not be a reward: bytes, for example."""
 _PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -189,7 +192,7 @@ def check_value(value: Any) -> Reward:
         if not parts:
             raise RewardFailed("returned an empty dict, expected at least one part, or `score`")
         score = parts.pop(SCORE, None)
-        return Reward(math.fsum(parts.values()) if score is None else score, parts)
+        return Reward(_number(math.fsum(parts.values()), "") if score is None else score, parts)
     return Reward(_number(value, ""))
 
 
@@ -225,7 +228,12 @@ def _number(value: Any, part: str) -> float:
     what = f"{part} = " if part else ""
     if not isinstance(value, numbers.Real):
         raise RewardFailed(f"returned {what}{shorten(repr(value))}, expected a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise RewardFailed(f"returned {what}{number}, expected a finite number")
+    return in_range(float(value), f"returned {what}", MAX_REWARD if part in ("", SCORE) else _MAX_PART)
+
+
+def in_range(number: float, before: str, most: float = MAX_REWARD) -> float:
+    """Return a score or a part. Raises RewardFailed for one that is too large to be compared or added up, or none."""
+    if not abs(number) <= most:  # so written, NaN is refused too
+        expected = f"a number of at most {most:g}" if math.isfinite(number) else "a finite number"
+        raise RewardFailed(f"{before}{number:g}, expected {expected}")
     return number

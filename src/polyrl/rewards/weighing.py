@@ -26,6 +26,7 @@ from polyrl.rewards.reward import (
     RewardTimedOut,
     RewardUnavailable,
     ScoreOutcome,
+    in_range,
 )
 
 _Score = TypeVar("_Score", Reward, list[Reward | None])
@@ -80,19 +81,23 @@ def weigh(
     *,
     is_only: bool,
 ) -> Reward:
-    """Combine the scores of an answer. `is_only`: the recipe has no other function that scores it."""
+    """Combine the scores of an answer. `is_only`: the recipe has no other function that scores it.
+
+    Raises RewardFailed for a sum that is too large.
+    """
     outcome = _WORST_LAST[max(_WORST_LAST.index(one.outcome) for one in found)]
     longest = max(found, key=lambda one: -1.0 if one.cpu_s is None else one.cpu_s)
     correct = longest.correct
     if correct is None and longest.cpu_s is not None:
         correct = longest.score > solved_above
+    total = math.fsum(one.weight * its.score for one, its in zip(functions, found, strict=True))
+    total = in_range(total, "adds up to ")
     if is_only and not functions[0].name:
-        return Reward(functions[0].weight * found[0].score, found[0].parts, outcome, longest.cpu_s, correct)
+        return Reward(total, found[0].parts, outcome, longest.cpu_s, correct)
     parts: dict[str, float] = {}
     for function, reward in zip(functions, found, strict=True):
         parts[function.title] = reward.score
         parts |= {f"{function.title}/{name}": value for name, value in reward.parts.items()}
-    total = math.fsum(one.weight * its.score for one, its in zip(functions, found, strict=True))
     return Reward(total, parts, outcome, longest.cpu_s, correct)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -14,13 +14,17 @@ from polyrl.client.fleet import UNKNOWN_CPU_S
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.models import Loaded
 from polyrl.errors import PolyrlError, RankLost, UserError
-from polyrl.run import checkpoints, local_worker, processes
+from polyrl.run import checkpoints, local_worker, models, processes
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption, check_reachable
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.settings import caveat_of, manager_options, sampling_of, scheduler_config, weight_settings
 from polyrl.run.task_contract import Answered, Tasks
+from polyrl.trainer.leading import Learner
+from polyrl.trainer.publishing import NodeShare
+from polyrl.weights.buffers import Buffer
 from polyrl.weights.server import WeightServer
+from polyrl.weights.shares import ServingNodes
 from polyrl.weights.tensors import pin_buffer
 from polyrl.wire.control import AnswerRules, DrainRequest, Status
 from polyrl.wire.credentials import read_token_file
@@ -124,16 +128,37 @@ def _answered(sample: Sample) -> Answered:
     return Answered(sample.tokens.tolist(), sample.finish, sample.calls, sample.own)
 
 
-@contextmanager
-def weight_server(recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: str) -> Iterator[WeightServer]:
-    """Serve weights for as long as this lasts, with the key that the manager gave the run."""
+def key_of_weights(fleet: Fleet) -> bytes:
+    """Return the key that the manager gave the run."""
     assert fleet.opened is not None
-    key = bytes.fromhex(fleet.opened.weights_key)
-    pin = pin_buffer if device == "cuda" else None
-    server = WeightServer(weight_settings(recipe), key, None if tls is None else tls.of_weights, pin)
+    return bytes.fromhex(fleet.opened.weights_key)
+
+
+@contextmanager
+def weight_server(
+    recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: str, nodes: ServingNodes | None
+) -> Iterator[WeightServer]:
+    """Serve weights for as long as this lasts; with `nodes`, this node's share of them."""
+    of_weights = None if tls is None else tls.of_weights
+    server = WeightServer(weight_settings(recipe), key_of_weights(fleet), of_weights, _pin(device), nodes)
     server.start()
     with contextlib.closing(server):
         yield server
+
+
+def node_share(recipe: Recipe, learner: Learner, nodes: ServingNodes) -> NodeShare:
+    """Return what another node than the first serves."""
+
+    def start(key: bytes) -> WeightServer:
+        server = WeightServer(weight_settings(recipe), key, None, _pin(learner.policy.device.type), nodes)
+        server.start()
+        return server
+
+    return NodeShare(learner.policy, start, as_in_files=models.is_served(recipe))
+
+
+def _pin(device: str) -> Callable[[Buffer], object] | None:
+    return pin_buffer if device == "cuda" else None
 
 
 @asynccontextmanager

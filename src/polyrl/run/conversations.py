@@ -11,7 +11,7 @@ import numpy as np
 
 from polyrl.client import EpisodeCall
 from polyrl.data.tokens import ModelTokenizer, TokenIds
-from polyrl.hosts.tools import ToolFamily, family_of, read_answer
+from polyrl.hosts.tool_syntax import ToolSyntax, find_syntax, read_calls
 from polyrl.manager.calls import OPEN, CallRecord, prompt_of
 from polyrl.rewards.groups import AnswerFacts
 from polyrl.rewards.reward import CallText, RewardEpisode, ToolUse
@@ -25,7 +25,11 @@ class Conversations:
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._family: ToolFamily | None = family_of(tokenizer.chat_template)
+        self._syntax: ToolSyntax | None = None
+        if tokenizer.chat_template:
+            from polyrl.data.chat_template import ChatTemplate
+
+            self._syntax = find_syntax(ChatTemplate(tokenizer.chat_template, {}))
 
     def write(self, answered: Answered) -> AnswerFacts:
         """Return what a reward function is told of an answer."""
@@ -39,7 +43,8 @@ class Conversations:
 
     def tool_calls(self, text: str) -> list[ToolUse]:
         """Return the tool calls that the policy wrote."""
-        return [ToolUse(one.name, one.arguments) for one in read_answer(text, self._family).calls]
+        found = [] if self._syntax is None else read_calls(text, self._syntax, []).calls
+        return [ToolUse(one.name, one.arguments) for one in found]
 
     def _calls(self, calls: Sequence[EpisodeCall], drawn: TokenIds) -> list[CallText]:
         written: list[CallText] = []
@@ -64,7 +69,10 @@ class Conversations:
 def calls_of(records: Sequence[CallRecord], cells: bytes | bytearray) -> list[EpisodeCall]:
     """Return the calls of an episode that were answered, as a trainer gets them."""
     return [
-        EpisodeCall(np.frombuffer(prompt_of(records, cells, number), TOKEN_IDS), call.start, call.end, call.finish)
+        EpisodeCall(
+            np.frombuffer(prompt_of(records, cells, number), TOKEN_IDS),
+            *(call.start, call.end, call.finish, call.is_trained),
+        )
         for number, call in enumerate(records)
         if call.end != OPEN
     ]

@@ -22,7 +22,7 @@ Counts = tuple[int, int, int]
 class DraftCounts:
     def __init__(self) -> None:
         self._last: dict[str, Counts] = {}
-        """As each worker said last."""
+        """The last counts of each worker."""
         self._new: Counts = (0, 0, 0)
 
     def hear(self, workers: Sequence[WorkerStatus]) -> None:

@@ -10,6 +10,7 @@ be read in the same way.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -113,17 +114,26 @@ class NoLongerKept(UserError):
 class Kept:
     """The samples of a run. Raises UserError for a directory without any."""
 
-    def __init__(self, run_dir: Path, step_of: Mapping[GroupId, int] | None = None) -> None:
-        """`step_of` has the step of each group, where it is known; None: the newest journal is read for it."""
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, steps_of_groups: Callable[[], Mapping[GroupId, int]] | None = None) -> None:
+        """`steps_of_groups` gives the step of each group; None: the newest journal is read for it."""
+        self._run_dir, self._steps_of_groups = run_dir, steps_of_groups
         self._files = entries.of_run(run_dir)
-        self._open = _open_samples(run_dir, step_of)
-        self._open = {step: found for step, found in self._open.items() if step not in self._files}
         if not self._files and not self._open:
             raise UserError(f"{run_dir}: no samples there; expected the directory of a run that has answered something")
 
+    @cached_property
+    def _open(self) -> dict[int, list[KeptSample]]:
+        """The answers of the open round. The manager's journal, which may be large, is read for them alone."""
+        try:
+            step_of = _steps_of_groups(self._run_dir) if self._steps_of_groups is None else self._steps_of_groups()
+        except JournalError:
+            return {}
+        untrained = {group: step for group, step in step_of.items() if step > max(self._files, default=-1)}
+        return _open_samples(self._run_dir, untrained) if untrained else {}
+
     @property
     def steps(self) -> list[int]:
+        """All steps. The journal is read for those that are not trained yet."""
         return sorted({*self._files, *self._open})
 
     @property
@@ -132,12 +142,12 @@ class Kept:
 
     def of_step(self, step: int) -> list[KeptSample]:
         """Raises UserError for a step that is not there."""
-        if step in self._open:
-            return self._open[step]
-        if step not in self._files:
+        if step in self._files:
+            return _samples_of(step, self._read(step))
+        if step not in self._open:
             first, last = self.steps[0], self.steps[-1]
-            raise UserError(f"--step: {step} is not kept; expected one from {first} to {last}")
-        return _samples_of(step, self._read(step))
+            raise UserError(f"step {step} is not kept; expected one from {first} to {last}")
+        return self._open[step]
 
     def choose(
         self, text_of: Texts, *, step: int | None, grep: str | None, order: Literal["best", "worst"] | None
@@ -173,7 +183,7 @@ class Kept:
                 continue
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        raise NoLongerKept(f"--step: {step} is no longer kept: the run has just removed it")
+        raise NoLongerKept(f"step {step} is no longer kept: the run has just removed it")
 
 
 def of_trained_step(run_dir: Path, step: int) -> list[KeptSample]:
@@ -240,12 +250,8 @@ def _spans(
     return tuple(found)
 
 
-def _open_samples(run_dir: Path, step_of: Mapping[GroupId, int] | None) -> dict[int, list[KeptSample]]:
-    """Answers in the manager's journal, by step: whole ones alone."""
-    try:
-        step_of = _steps_of_groups(run_dir) if step_of is None else step_of
-    except JournalError:
-        return {}
+def _open_samples(run_dir: Path, step_of: Mapping[GroupId, int]) -> dict[int, list[KeptSample]]:
+    """Answers of these groups in the manager's journal, by step: whole ones alone."""
     reader, scored = PayloadReader(step_of), set[int]()
     for item in read_payload(run_dir):
         if isinstance(item, list):

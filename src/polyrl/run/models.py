@@ -14,6 +14,7 @@ from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.builtin.model_config import load_config, rope_kinds
 from polyrl.errors import ConfigError
 from polyrl.trainer import families, sharding
+from polyrl.trainer.contexts import in_contexts
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Learner
 from polyrl.trainer.meeting import Meeting
@@ -40,12 +41,12 @@ def load_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
         policy,
         optimizer,
         recipe.algorithm,
-        max_tokens=recipe.train.micro_batch_tokens,
+        max_tokens=recipe.train.micro_batch_tokens * recipe.train.context_ranks,
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.rollout.temperature,
         reference=reference,
         critic=critic,
-        peers=ALONE if ranks is None else ranks.replica,
+        peers=ALONE if ranks is None else in_contexts(ranks.replica),
         meeting=None if ranks is None or ranks.num_replicas == 1 else Meeting(ranks),
     )
     if not families.is_of_engine(recipe.model.path):
@@ -167,7 +168,7 @@ def _load(
     model, dtype = loaded.model.requires_grad_(is_trained), models.DTYPES[recipe.model.dtype]
     if not has_head:
         model.set_output_embeddings(torch.nn.Identity())
-    divided = Divided(model, sharding.shard(model, sharing, dtype), dtype, sharing.size)
+    divided = Divided(model, sharding.shard(model, sharing, dtype), dtype, sharing.size, sharing.context)
     served = load_model(path, recipe.model.dtype, str(sharing.device)) if serves else loaded
     return Policy(served, divided=divided, **settings)
 

@@ -12,6 +12,7 @@ all of them, with a line that says which one and why; its log is RUN/logs/rank-N
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shlex
@@ -22,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from polyrl.run.event_loop import run_loop
 if TYPE_CHECKING:
     from polyrl.run.rank_watch import RankWatch
     from polyrl.trainer.leading import Leader, Learner, RankShards
-    from polyrl.trainer.ranks import RankInfo, Ranks
+    from polyrl.trainer.ranks import NodeHeads, RankInfo, Ranks
     from polyrl.trainer.replicas import FarReplica
 
 log = logging.getLogger("polyrl.train")
@@ -125,6 +125,13 @@ class OtherRanks:
             self._leader = Leader(self.ranks.replica, learner, self.why)
         return self._leader
 
+    @property
+    def heads(self) -> "NodeHeads | None":
+        """The first ranks of all nodes; None if there is one node."""
+        if self.ranks.heads is not None:
+            self.ranks.heads.lost = self.why
+        return self.ranks.heads
+
     def far_replicas(self) -> "list[FarReplica]":
         """Return the other replicas, each as its first rank."""
         from polyrl.run import local_worker
@@ -132,7 +139,11 @@ class OtherRanks:
 
         if not self._far:
             lines = self.ranks.lines
-            self._far = [FarReplica(lines[at], local_worker.name_of(at), self.why) for at in sorted(lines)]
+            size = self.ranks.replica.size
+            serving = {rank // size for rank in self.ranks.first_ranks()}
+            self._far = [
+                FarReplica(lines[at], local_worker.name_of(at), self.why, serves=at in serving) for at in sorted(lines)
+            ]
         return self._far
 
     def restore(self, learner: "Learner", folder: Path, tensors: Mapping[str, Any]) -> None:
@@ -203,7 +214,7 @@ class OtherRanks:
                 process.wait()
 
 
-@contextmanager
+@contextlib.contextmanager
 def assembled(
     recipe: Recipe, run_dir: Path, info: "RankInfo | None", checkpoint: Path | None
 ) -> Iterator[OtherRanks | None]:
@@ -235,7 +246,7 @@ def assembled(
             if watch is not None:
                 setup = msgspec.structs.replace(setup, watch_port=watch.port, watch_key=watch.key)
             ranks.broadcast(msgspec.msgpack.encode(setup))
-            ranks.use(device, recipe.train.replicas)
+            ranks.use(device, recipe.train.replicas, recipe.train.context_ranks)
             other_ranks = OtherRanks(ranks, run_dir, started, watch)
             other_ranks.shares_run_dir = sharded.is_shared(run_dir, ranks)
             if not other_ranks.shares_run_dir:
@@ -332,7 +343,7 @@ def _start(run_dir: Path, info: "RankInfo") -> "subprocess.Popen[bytes]":
 def follow(info: "RankInfo") -> int:
     """Run a rank other than zero. It logs its errors; rank zero reports them to the user."""
     from polyrl.engines.builtin.config import choose_device
-    from polyrl.run import models, replica
+    from polyrl.run import connecting, models, replica
     from polyrl.trainer import leading
     from polyrl.trainer.ranks import Ranks
     from polyrl.trainer.state import restoring, sharded
@@ -352,18 +363,22 @@ def follow(info: "RankInfo") -> int:
             from polyrl.run.rank_watch import Attendance
 
             Attendance(info.host, setup.watch_port, setup.watch_key, info)
-        ranks.use(choose_device(recipe.model.device), recipe.train.replicas)
+        ranks.use(choose_device(recipe.model.device), recipe.train.replicas, recipe.train.context_ranks)
         is_shared = sharded.is_shared(run_dir, ranks)
         learner = models.load_learner(recipe, ranks)
         if setup.checkpoint is not None:
             restoring.restore(learner, ranks, Path(setup.checkpoint), is_shared=is_shared)
         log.info("rank %d of %d is ready, on %s", info.rank, info.size, ranks.device)
-        if ranks.replica_number > 0 and ranks.replica.rank == 0:
-            run_loop(replica.ReplicaProcess(recipe, ranks, learner).run())
-        else:
-            writes = is_shared and ranks.replica_number == 0  # other replicas hold the same
-            writer = ShardWriter(run_dir, ShardFile(info.rank, ranks.replica.size)) if writes else None
-            leading.follow(ranks.replica, learner, writer)
+        with contextlib.ExitStack() as stack:
+            share = None
+            if ranks.heads is not None:
+                share = stack.enter_context(contextlib.closing(connecting.node_share(recipe, learner, ranks.heads)))
+            if ranks.replica_number > 0 and ranks.replica.rank == 0:
+                run_loop(replica.ReplicaProcess(recipe, ranks, learner, share).run())
+            else:
+                writes = is_shared and ranks.replica_number == 0  # other replicas hold the same
+                writer = ShardWriter(run_dir, ShardFile(info.rank, ranks.replica.size)) if writes else None
+                leading.follow(ranks.replica, learner, writer, share)
     except (UserError, OSError) as error:
         log.error("%s", error)
         return 1

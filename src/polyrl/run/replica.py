@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -29,6 +30,7 @@ from polyrl.trainer.batch import decode_groups
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Add, Begin, Finish, Leader, Learner, StopRanks
 from polyrl.trainer.local_engine import LocalEngine
+from polyrl.trainer.publishing import NodeShare, VersionFacts
 from polyrl.trainer.ranks import RankLines, Ranks
 from polyrl.trainer.replicas import (
     CommandDone,
@@ -37,6 +39,7 @@ from polyrl.trainer.replicas import (
     ReleaseDevices,
     ReplicaCommand,
     ReplicaNews,
+    ServeShares,
     TurnChanged,
 )
 from polyrl.trainer.step_stats import Steps
@@ -49,7 +52,8 @@ log = logging.getLogger("polyrl.train")
 class ReplicaProcess:
     """Carries out rank zero's commands until it says stop."""
 
-    def __init__(self, recipe: Recipe, ranks: Ranks, learner: Learner) -> None:
+    def __init__(self, recipe: Recipe, ranks: Ranks, learner: Learner, share: NodeShare | None) -> None:
+        self._share = share
         self._recipe, self._learner, self._number = recipe, learner, ranks.replica_number
         self._lines: RankLines = ranks.lines[ranks.replica_number]
         self._leader = Leader(ranks.replica, learner, lambda _: None) if ranks.replica.size > 1 else None
@@ -126,6 +130,8 @@ class ReplicaProcess:
             case JoinRun():
                 await self._start_engine(command)
                 before = self._devices.trained_s
+            case ServeShares(facts):
+                await finish_first(asyncio.to_thread(self._serve_share, facts))
             case NameVersion(version):
                 await self._name_version(version)
             case ReleaseDevices():
@@ -147,6 +153,17 @@ class ReplicaProcess:
         if generates:
             self._join = command
             self._say(TurnChanged(is_training=False))
+
+    def _serve_share(self, facts: VersionFacts) -> None:
+        policy = self._learner.policy
+        if self._leader is not None:
+            gathered = self._leader.weights(facts)
+        else:
+            gathered = policy.served_parts() if facts.adapter is None else iter(policy.published().items())
+        if self._share is None:  # of this replica's ranks, another one is the first of its node
+            deque(gathered, maxlen=0)
+        else:
+            self._share.offer(facts, gathered)
 
     async def _name_version(self, version: int) -> None:
         leader, policy = self._leader, self._learner.policy

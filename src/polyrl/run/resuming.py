@@ -6,20 +6,24 @@ Before a run continues with other settings, the steps that are only in the log a
 import asyncio
 import contextlib
 import gc
+import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.run import changes, checkpoints, local_worker, models, nodes, ranks
+from polyrl.run import changes, checkpoints, connecting, local_worker, models, nodes, ranks
 from polyrl.run.checkpoints import ResumePoint
+from polyrl.run.encryption import Encryption
 from polyrl.run.event_loop import run_loop
 from polyrl.run.plan import fit
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.ranks import OtherRanks
+from polyrl.run.settings import serves_from_every_node
 from polyrl.run.supervising import first_of, until_interrupted
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Learner
@@ -31,7 +35,10 @@ from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.state.saving import Saver, tidy
 from polyrl.trainer.step_stats import Steps
 from polyrl.weights.server import WeightServer
+from polyrl.weights.shares import ServingNodes
 from polyrl.wire.credentials import read_token_file
+
+log = logging.getLogger("polyrl.train")
 
 _STOP_S = 5.0
 """How long other replicas are waited for when the run is over."""
@@ -99,18 +106,32 @@ class RestoredModels:
         steps = EveryReplica(self.steps, self.far) if self.far else self.steps
         await checkpoints.train_again(point, steps, saver, run_dir)
 
+    def weight_server(
+        self, recipe: Recipe, fleet: Fleet, tls: Encryption | None
+    ) -> AbstractContextManager[WeightServer]:
+        nodes = self._serving_nodes(recipe)
+        if nodes is None and self.other_ranks is not None and self.other_ranks.heads is not None:
+            log.info("this node serves every version alone, and holds two whole copies of the weights in main memory")
+        return connecting.weight_server(recipe, fleet, tls, self.learner.policy.device.type, nodes)
+
+    def _serving_nodes(self, recipe: Recipe) -> ServingNodes | None:
+        """Return the nodes that each serve a share of a version; None if this one serves all."""
+        return self.other_ranks.heads if self.other_ranks is not None and serves_from_every_node(recipe) else None
+
     def publishing(
-        self, recipe: Recipe, server: WeightServer, engine: LocalEngine | None, known: Mapping[int, tuple[str, ...]]
+        self, recipe: Recipe, server: WeightServer, engine: LocalEngine | None, fleet: Fleet, replicas: Replicas
     ) -> Publishing:
-        """`known` are the digests of versions that are published already."""
+        is_shared = self._serving_nodes(recipe) is not None
         return Publishing(
             self.learner.policy,
             server,
             engine,
-            {version: digests[-1] for version, digests in known.items()},
+            {version: digests[-1] for version, digests in fleet.digests.items()},
             None if self.leader is None else self.leader.weights,
             encodes=recipe.weights.encode_on == "device",
             as_in_files=models.is_served(recipe),
+            key=connecting.key_of_weights(fleet) if is_shared else None,
+            tell=replicas.serve_shares if is_shared else None,
         )
 
     @asynccontextmanager

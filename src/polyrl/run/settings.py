@@ -150,6 +150,13 @@ def manager_options(recipe: Recipe) -> list[str]:
     return [*options, *(f"limits.{key}={getattr(recipe.manager, key):g}" for key in bounds)]
 
 
+def serves_from_every_node(recipe: Recipe) -> bool:
+    """Return whether each node of a trainer serves its share of a version. The certificate is the first node's alone;
+    so is what workers reach on loopback; and mooncake moves whole versions."""
+    away = recipe.manager.tls_cert or recipe.weights.mooncake or is_loopback_host(recipe.manager.host)
+    return recipe.weights.every_node and not away
+
+
 def weight_settings(recipe: Recipe) -> WeightSettings:
     wanted = recipe.weights
     own = _LOOPBACK if is_loopback_host(recipe.manager.host) else ()

@@ -11,7 +11,9 @@ import logging
 import os
 import shlex
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +29,26 @@ log = logging.getLogger("polyrl.train")
 T = TypeVar("T")
 
 _MOMENT_S = 1.5
+_TOO_LATE_S = 2.0
+
+_LISTENER = """
+import os, select, signal, sys
+
+class Heard(Exception):
+    pass
+
+def hear(*_):
+    raise Heard
+
+try:
+    signal.signal(signal.SIGINT, hear)
+    os.read(0, 1)  # returns when the run is over
+except Heard:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not select.select([0], [], [], float(sys.argv[2]))[0]:
+        os.kill(int(sys.argv[1]), signal.SIGKILL)
+        os.write(2, sys.argv[3].encode())
+"""
 
 
 class Interrupted(Exception):
@@ -111,13 +133,36 @@ def _listen_for_signals() -> asyncio.Event:
 
 def leaving(recipe: Recipe, run_dir: Path) -> Callable[[], None] | None:
     """Return what ends the process within a step's own code that does not end; None where there is none."""
-    named = (recipe.algorithm.loss, recipe.algorithm.advantage, recipe.optimizer.kind)
-    if not any(is_own(name) and not name.startswith("torch.") for name in named):
+    if not _has_own_steps(recipe):
         return None
 
     def leave() -> None:
-        again = f"go on with `polyrl train --resume {shlex.quote(str(run_dir))}`"
-        os.write(2, f"stopped within a step, whose own code did not end; {again}\n".encode())
+        os.write(2, _stopped(run_dir).encode())
         os._exit(EXIT_INTERRUPTED)  # what it has started ends with it
 
     return leave
+
+
+@contextlib.contextmanager
+def ended_from_outside(recipe: Recipe, run_dir: Path) -> Iterator[None]:
+    """Have Ctrl+C end the process where nothing of it can hear that: a regular expression in a person's own loss, say,
+    lets no other thread run. A terminal sends Ctrl+C to all processes of a command, so a small child hears it."""
+    if not _has_own_steps(recipe):
+        yield
+        return
+    words = (str(os.getpid()), str(_TOO_LATE_S), _stopped(run_dir))
+    child = subprocess.Popen([sys.executable, "-S", "-E", "-s", "-P", "-c", _LISTENER, *words], stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        child.communicate()
+
+
+def _has_own_steps(recipe: Recipe) -> bool:
+    named = (recipe.algorithm.loss, recipe.algorithm.advantage, recipe.optimizer.kind)
+    return any(is_own(name) and not name.startswith("torch.") for name in named)
+
+
+def _stopped(run_dir: Path) -> str:
+    again = f"go on with `polyrl train --resume {shlex.quote(str(run_dir))}`"
+    return f"stopped within a step, whose own code did not end; {again}\n"

@@ -42,7 +42,7 @@ from polyrl.run.pool import Pool
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.reporting import Watch, reporting
 from polyrl.run.resuming import RestoredModels
-from polyrl.run.supervising import first_of, leaving, meanwhile, until_interrupted
+from polyrl.run.supervising import ended_from_outside, first_of, leaving, meanwhile, until_interrupted
 from polyrl.run.task_contract import Tasks
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
@@ -93,7 +93,7 @@ def train(
     with preflight.logging_to(run_dir, logging.WARNING if quiet else logging.INFO):
         if resumed is not None and point is not None:
             point = resuming.finish_logged_steps(resumed.before, checked.recipe, run_dir, point)
-        with resuming.restored(checked.recipe, run_dir, point) as models:
+        with resuming.restored(checked.recipe, run_dir, point) as models, ended_from_outside(checked.recipe, run_dir):
             return run_loop(run(models, point))
 
 
@@ -132,7 +132,7 @@ class Training:
             )
             dial = partial(connecting.dialer, run_dir, address)
             await stack.enter_async_context(reward_workers.dispatched(recipe, dial(), fleet, self._tasks.pool))
-            server = stack.enter_context(connecting.weight_server(recipe, fleet, self._tls, policy.device.type))
+            server = stack.enter_context(self._models.weight_server(recipe, fleet, self._tls))
             devices = stack.enter_context(
                 contextlib.closing(Devices(engine, generates=bool(recipe.train.local_generation)))
             )
@@ -145,7 +145,7 @@ class Training:
             )
             say, rules = reporter.display.say, connecting.answer_rules(policy.loaded)
             desks = await stack.enter_async_context(validation_hosts.started(recipe, run_dir, engine, rules, say))
-            publishing = self._models.publishing(recipe, server, engine, fleet.digests)
+            publishing = self._models.publishing(recipe, server, engine, fleet, replicas)
             validate = validator(recipe, engine, devices, self._tasks, reporter, fleet, saver, desks)
             loop = Loop(recipe, fleet, replicas, publishing, self._tasks.tokens, reporter, validate, saver)
             reporter.begin(fleet)

@@ -115,7 +115,10 @@ class Scheduler:
                 desk.rounds_due = bool(desk.state.requested) and rounds.may_open_next(desk)
             if desk.devices_due:
                 desk.devices_due = False
+                num_before = len(desk.commands)
                 devices.review(desk, now)
+                if len(desk.commands) > num_before and desk.failed_wait and desk.state.rules >= 7:
+                    desk.place_due = True  # it may have waited for devices that train now
             if desk.pulls_due:
                 desk.pulls_due = False
                 membership.start_pulls(desk, now)

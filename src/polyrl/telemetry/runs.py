@@ -170,7 +170,8 @@ def _account(path: Path, say: Say) -> Account:
 
 def short_names(paths: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, as many as tell them apart; the same path twice has a number."""
-    parts = [path.resolve().parts for path in paths]
+    known = [path.resolve().parts for path in paths]
+    parts = [tuple(one.encode(errors="backslashreplace").decode() for one in each) for each in known]  # as text
     names = ["" for _ in paths]
     for num_parts in range(1, max(len(one) for one in parts) + 1):
         names = ["/".join(one[-num_parts:]).lstrip("/") for one in parts]

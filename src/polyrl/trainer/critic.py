@@ -57,7 +57,7 @@ class Critic:
 
     def values(self, pack: Pack) -> Tensor:
         """Return (answer tokens,) float32, with gradients if torch has them enabled."""
-        return self._head(self._trunk.hidden(pack).float())[:, 0]
+        return self._trunk.whole(self._head(self._trunk.hidden(pack).float())[:, 0], pack)
 
     @torch.no_grad()
     def values_only(self, pack: Pack) -> Tensor:

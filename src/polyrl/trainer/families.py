@@ -52,12 +52,18 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-    model = models.load_weights(folder, config, dtype, device)
+    model: Any = models.load_weights(folder, config, dtype, device)
+    if model.base_model is model and isinstance(getattr(model, "model", None), torch.nn.Module):
+        model.base_model_prefix = "model"  # the text model of a larger one may name its decoder as that one does
     loaded = _describe(model, folder)
-    with torch.no_grad():
-        _check_causal(loaded)
-        scale = _scale_of_logits(loaded)
-        return loaded._replace(rows=_rows(loaded), logit_scale=scale)
+    try:
+        with torch.no_grad():
+            _check_causal(loaded)
+            scale = _scale_of_logits(loaded)
+            return loaded._replace(rows=_rows(loaded), logit_scale=scale)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:  # code of any family
+        kind, why = type(model).__name__, one_line(error)
+        raise UserError(f"{folder}: {kind} cannot be trained: it fails on a few tokens: {why}") from error
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -93,7 +99,7 @@ def _describe(model: Any, folder: str) -> Loaded:
         num_kv_heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         end_ids=frozenset(),
-        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        logit_softcap=getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None)),
         has_experts=any(getattr(config, name, None) for name in ("num_experts", "num_local_experts")),
     )
 
@@ -177,5 +183,5 @@ def _packed(loaded: Loaded, *samples: Tensor) -> Tensor:
         return _hidden(loaded, tokens, position_ids=positions, attention_mask=mask, pack=layout)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:  # of a family that takes none of these
         if isinstance(error, torch.OutOfMemoryError):
-            raise UserError(f"{loaded.name}: out of memory while the model is tried: {one_line(error)}") from error
+            raise
         return tokens[:0]

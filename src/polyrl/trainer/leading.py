@@ -27,6 +27,7 @@ from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
+from polyrl.trainer.publishing import NodeShare, VersionFacts
 from polyrl.trainer.ranks import RankGroup
 from polyrl.trainer.state import sharded
 from polyrl.trainer.state.checkpoint import TrainerState
@@ -87,6 +88,8 @@ class Finish(Struct, frozen=True, tag=True):
 class GatherWeights(Struct, frozen=True, tag=True):
     changes_alone: bool = False
     """Of a model with low-rank changes, gather these, not the weights that engines run."""
+    facts: VersionFacts | None = None
+    """The version that they are, if each node serves its share of it."""
 
 
 class GatherState(Struct, frozen=True, tag=True):
@@ -127,21 +130,24 @@ class Leader:
         with self._all(Finish()):
             return self._crew.steps.finish()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights in the precision that they are served in, and copy each into the engine's own copy."""
+    def weights(self, facts: VersionFacts | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights in the precision that they are served in, and copy each into the engine's own copy. With
+        `facts`, the other ranks serve their nodes' shares of them."""
         policy = self._crew.policy
         served = dict(policy.loaded.model.named_parameters()) if policy.has_own_engine_copy else {}
         if policy.adapter is None:
-            yield from self._weights_into(served)
+            yield from self._weights_into(served, facts)
             return
         if served:
             for _ in self._weights_into(served):
                 pass
-        with self._all(GatherWeights(changes_alone=True)):
+        with self._all(GatherWeights(changes_alone=True, facts=facts)):
             yield from sharding.gather(policy.published().items())
 
-    def _weights_into(self, served: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        with self._all(GatherWeights()):
+    def _weights_into(
+        self, served: Mapping[str, Tensor], facts: VersionFacts | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        with self._all(GatherWeights(facts=facts)):
             for name, one in sharding.gather(self._crew.policy.served_parts()):
                 if name in served:
                     with torch.no_grad():
@@ -200,8 +206,11 @@ class RankShards:
         self._writer.close()
 
 
-def follow(ranks: RankGroup, learner: Learner, writer: ShardWriter | None = None) -> None:
-    """Carry out the first rank's commands until it says stop. Raises RuntimeError when that rank is gone."""
+def follow(
+    ranks: RankGroup, learner: Learner, writer: ShardWriter | None = None, share: NodeShare | None = None
+) -> None:
+    """Carry out the first rank's commands until it says stop. Raises RuntimeError when that rank is gone. `share` is
+    given at the first rank of a node."""
     while True:
         match msgspec.msgpack.decode(ranks.broadcast(), type=RankCommand):
             case Begin(step, num_steps):
@@ -210,10 +219,13 @@ def follow(ranks: RankGroup, learner: Learner, writer: ShardWriter | None = None
                 learner.steps.add(decode_groups(groups), first)
             case Finish():
                 learner.steps.finish()
-            case GatherWeights(changes_alone):
+            case GatherWeights(changes_alone, facts):
                 policy = learner.policy
                 its = policy.published().items() if changes_alone else policy.served_parts()
-                deque(sharding.gather(its), maxlen=0)
+                if facts is None or share is None:
+                    deque(sharding.gather(its), maxlen=0)
+                else:
+                    share.offer(facts, sharding.gather(its))
             case GatherState():
                 deque(sharding.gather(learner.state().items()), maxlen=0)
             case WriteState(next_step):

@@ -102,7 +102,9 @@ class LoraPolicy(Policy):
         divided = None
         if ranks is not None:
             dtype = next(iter(parameters.values())).dtype
-            divided = Divided(loaded.model, sharding.shard(loaded.model, ranks, dtype), dtype, ranks.size)
+            divided = Divided(
+                loaded.model, sharding.shard(loaded.model, ranks, dtype), dtype, ranks.size, ranks.context
+            )
         super().__init__(loaded, divided=divided, **settings)
         self.loaded = loaded if served is None else served
         self._config = config

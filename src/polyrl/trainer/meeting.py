@@ -17,6 +17,7 @@ import torch
 
 from polyrl.trainer import sharding
 from polyrl.trainer.batch import decode_arrays, encode_arrays, make_sample
+from polyrl.trainer.contexts import in_contexts
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.ranks import Ranks
 from polyrl.trainer.ready import Ready
@@ -36,6 +37,7 @@ class Meeting:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.everyone = in_contexts(ranks)
 
     def counts(self, own: StepCounts) -> StepCounts:
         """Return the sums over replicas. All ranks of a replica have counted the same."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -22,9 +23,10 @@ from polyrl.engines.builtin.long_attention import can_attend
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.engine import EngineError
 from polyrl.errors import UserError
-from polyrl.trainer import families, logprobs
+from polyrl.trainer import contexts, families, logprobs
 from polyrl.trainer.logprobs import HeadSettings
-from polyrl.trainer.packing import Pack
+from polyrl.trainer.packing import Ints, Pack
+from polyrl.trainer.ranks import Context
 from polyrl.weights.manifest import AdapterFacts
 
 Tensor = torch.Tensor
@@ -53,6 +55,19 @@ class Divided(NamedTuple):
     dtype: torch.dtype
     """The dtype that the model computes in."""
     num_ranks: int
+    context: Context | None = None
+    """The ranks that have parts of the same samples, if each sample is divided too."""
+
+
+class _Own(NamedTuple):
+    """What a rank has of a pack."""
+
+    rows: range
+    predicting: Ints
+    """Which of these rows predict drawn tokens."""
+    targets: Ints
+    num_targets: int
+    """The number of those that count."""
 
 
 class Scorer(Protocol):
@@ -89,7 +104,12 @@ class Policy:
             and packed.find_flash()
         )
         self._long = self._flash and can_attend(self.dtype, loaded.head_dim)
-        self.compiled = compile_layers and self._flash  # without flash attention there are too many shapes to compile
+        self._context = None if divided is None else divided.context
+        if self._context is not None:
+            contexts.check(loaded.name, loaded.rows, config.num_attention_heads, self._context.size)
+        self.compiled = (
+            compile_layers and self._flash and self._context is None
+        )  # without flash attention there are too many shapes to compile
         self._layers = families.layers_of(self.model)
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
         """transformers passes a mask of four dimensions on unchanged. Our attention never reads this one."""
@@ -173,17 +193,39 @@ class Policy:
 
         def score() -> Scores:
             head = self.model.get_output_embeddings()
-            rows, targets, weight = self._hidden(pack), self._send(pack.targets), head.weight
+            rows, targets, weight = self._hidden(pack), self._send(self._own(pack).targets), head.weight
             if getattr(head, "bias", None) is not None:  # as one more column, for hidden states that are 1 there
                 weight = torch.cat([weight, head.bias.unsqueeze(1)], 1)
                 rows = torch.cat([rows, rows.new_ones((rows.shape[0], 1))], 1)
-            return Scores(*logprobs.of_tokens(rows, weight, targets, settings, entropy_grad=entropy_grad))
+            found = logprobs.of_tokens(rows, weight, targets, settings, entropy_grad=entropy_grad)
+            return Scores(*(self.whole(one, pack) for one in found))
 
         return self._within(score)
 
     def hidden(self, pack: Pack) -> Tensor:
-        """Return (answer tokens, width): the last hidden states of the rows that predict the answer tokens."""
+        """Return (answer tokens, width): the last hidden states of the rows that predict the answer tokens. Where
+        samples are divided between ranks, of those that are here: `whole` gives all of what is made of them."""
         return self._within(lambda: self._hidden(pack))
+
+    def whole(self, numbers: Tensor, pack: Pack) -> Tensor:
+        """Return the numbers of all answer tokens, of those that are here."""
+        if self._context is None:
+            return numbers
+        counts = [self._own(pack, rank).num_targets for rank in range(self._context.size)]
+        return contexts.whole(self._context, numbers[: counts[self._context.rank]], counts)
+
+    def _own(self, pack: Pack, rank: int | None = None) -> "_Own":
+        """Return what a rank has of a pack, this one unless another is given. A rank with nothing to predict predicts
+        a token that does not count, so that it takes part in everything."""
+        if self._context is None:
+            return _Own(range(len(pack.tokens)), pack.predicting, pack.targets, len(pack.targets))
+        num_rows = -(-len(pack.tokens) // self._context.size) * self._context.size
+        rows = contexts.part(self._context._replace(rank=self._context.rank if rank is None else rank), num_rows)
+        first, end = np.searchsorted(pack.predicting, [rows.start, rows.stop])
+        predicting, targets = pack.predicting[first:end] - rows.start, pack.targets[first:end]
+        if not len(targets):
+            return _Own(rows, np.zeros(1, np.int64), pack.targets[:1], 0)
+        return _Own(rows, predicting, targets, len(targets))
 
     def _within(self, work: Callable[[], T]) -> T:
         return work() if self._divided is None else self._divided.within(work)
@@ -191,16 +233,24 @@ class Policy:
     def _hidden(self, pack: Pack) -> Tensor:
         if self.loaded.rows != "packed":
             return self._hidden_beside(pack)
-        layout = packed.lay_out(pack.lengths, self.device, flash=self._flash, long=self._long)
+        own, tokens, positions, lengths = self._own(pack), pack.tokens, pack.positions, list(pack.lengths)
+        if self._context is not None:
+            added = len(own.rows) * self._context.size - len(tokens)
+            tokens, positions = np.pad(tokens, (0, added)), np.pad(positions, (0, added), mode="edge")
+            lengths[-1] += added  # what follows a sample's last token is seen by nothing
+        layout: Any = packed.lay_out(lengths, self.device, flash=self._flash, long=self._long)
+        if self._context is not None:
+            layout = contexts.layout(self._context, layout)
+        mine = slice(own.rows.start, own.rows.stop)
         with self._checkpointing():
             hidden = self.model.base_model(
-                input_ids=self._send(pack.tokens).unsqueeze(0),
-                position_ids=self._send(pack.positions).unsqueeze(0),
+                input_ids=self._send(tokens[mine]).unsqueeze(0),
+                position_ids=self._send(positions[mine]).unsqueeze(0),
                 attention_mask=self._any_mask,
                 use_cache=False,
                 pack=layout,
             ).last_hidden_state[0]
-        return hidden.index_select(0, self._send(pack.predicting))
+        return hidden.index_select(0, self._send(own.predicting))
 
     def _hidden_beside(self, pack: Pack) -> Tensor:
         """Do the same with samples side by side, padded, and the model's own attention. Ranks that share a model run

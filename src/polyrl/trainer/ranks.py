@@ -24,7 +24,7 @@ Left out: the commands (leading.py), sharding a model (sharding.py), and startin
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from polyrl.errors import UserError, one_line
+from polyrl.errors import RankLost, UserError, one_line
 
 _PATIENCE = timedelta(days=365)
 _MEETING_S = 600.0
@@ -90,6 +90,14 @@ class Alone:
 ALONE = Alone()
 
 
+class Context(NamedTuple):
+    """Ranks that train on the same samples, each with a run of their tokens (contexts.py)."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
 class RankGroup:
     """Ranks that exchange bytes. `rank` is this process's place among `members`, which are ranks of all."""
 
@@ -98,6 +106,7 @@ class RankGroup:
         self.device = torch.device("cpu")
         self._first, self._talk = members[0], talk
         self._mesh: DeviceMesh | None = None
+        self.context: Context | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -142,6 +151,28 @@ class RankLines(NamedTuple):
     up: RankLine
 
 
+class NodeHeads:
+    """The first rank of each node, as `weights.shares.ServingNodes`."""
+
+    def __init__(self, heads: RankGroup, beside: RankGroup) -> None:
+        self._heads, self._beside = heads, beside
+        self.number, self.size = heads.rank, heads.size
+        self.lost: Callable[[RuntimeError], RankLost | None] = lambda _: None
+        """Returns which rank is gone, or None if no rank is."""
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        try:
+            return self._heads.exchange(data)
+        except RuntimeError as error:
+            lost = self.lost(error)
+            if lost is None:
+                raise
+            raise lost from error
+
+    def exchange_beside(self, data: bytes) -> list[bytes]:
+        return self._beside.exchange(data)
+
+
 class Ranks(RankGroup):
     """All ranks, and this rank's place among them."""
 
@@ -153,6 +184,8 @@ class Ranks(RankGroup):
         """The ranks that share this rank's copy of the model."""
         self.lines: dict[int, RankLines] = {}
         """By the number of the replica: all of them at rank zero, its own at the first rank of another replica."""
+        self.heads: NodeHeads | None = None
+        """Where this is the first rank of its node, and there are several nodes."""
         self._across: dist.ProcessGroup | None = None
         """The ranks that hold the same shard, one of each replica."""
 
@@ -171,7 +204,7 @@ class Ranks(RankGroup):
         assert isinstance(talk, dist.ProcessGroup)
         return cls(info, talk)
 
-    def use(self, device: str, num_replicas: int = 1) -> None:
+    def use(self, device: str, num_replicas: int = 1, context_ranks: int = 1) -> None:
         """Choose the device type, cpu or cuda, and divide the ranks. Raises UserError if GPUs are too few."""
         if device == "cuda":
             check_gpus(self.size if self.info.local_size is None else self.info.local_size)
@@ -180,9 +213,28 @@ class Ranks(RankGroup):
         per = self.size // num_replicas
         mesh = init_device_mesh(device, (num_replicas, per), mesh_dim_names=("replica", "shard"))
         self._mesh = mesh["shard"]
+        if context_ranks > 1:
+            of_contexts = init_device_mesh(
+                device, (self.size // context_ranks, context_ranks), mesh_dim_names=("work", "context")
+            )
+            self.context = Context(self.rank % context_ranks, context_ranks, of_contexts.get_group("context"))
         if num_replicas > 1:
             self._across = mesh.get_group("replica")
             self._divide(num_replicas, per)
+        if self.info.num_nodes > 1:
+            members = self.first_ranks()
+            groups = [_new_group(members) for _ in range(2)]
+            if self.rank in members:
+                heads, beside = (
+                    RankGroup(members, members.index(self.rank), one)
+                    for one in groups
+                    if isinstance(one, dist.ProcessGroup)
+                )
+                self.heads = NodeHeads(heads, beside)
+
+    def first_ranks(self) -> list[int]:
+        """Return the first rank of each node."""
+        return list(range(0, self.size, self.size // self.info.num_nodes))
 
     def _divide(self, num_replicas: int, per: int) -> None:
         """Make the groups. All ranks make all of them, in the same order: torch demands it."""
@@ -193,7 +245,7 @@ class Ranks(RankGroup):
             if number == self.replica_number:
                 assert isinstance(talk, dist.ProcessGroup)
                 self.replica = RankGroup(members, place, talk)
-                self.replica.device, self.replica._mesh = self.device, self._mesh
+                self.replica.device, self.replica._mesh, self.replica.context = self.device, self._mesh, self.context
         for number in range(1, num_replicas):
             first = number * per
             down, up = _new_group([0, first]), _new_group([0, first])

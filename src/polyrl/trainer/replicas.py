@@ -23,6 +23,7 @@ from polyrl.errors import RankLost, UserError
 from polyrl.trainer.batch import TrainGroup, encode_groups, first_sequences
 from polyrl.trainer.devices import Devices, TurnClock
 from polyrl.trainer.leading import Add, Begin, Finish, StopRanks
+from polyrl.trainer.publishing import VersionFacts
 from polyrl.trainer.ranks import RankLines
 from polyrl.trainer.step_stats import Added, Steps, StepStats
 
@@ -45,11 +46,17 @@ class NameVersion(Struct, frozen=True, tag=True):
     version: int
 
 
+class ServeShares(Struct, frozen=True, tag=True):
+    """The weights that all replicas hold are this version: the nodes serve their shares of it."""
+
+    facts: VersionFacts
+
+
 class ReleaseDevices(Struct, frozen=True, tag=True):
     """The version is published: the devices may generate again."""
 
 
-ReplicaCommand = Begin | Add | Finish | JoinRun | NameVersion | ReleaseDevices | StopRanks
+ReplicaCommand = Begin | Add | Finish | JoinRun | ServeShares | NameVersion | ReleaseDevices | StopRanks
 
 
 class CommandDone(Struct, frozen=True, tag=True):
@@ -95,10 +102,13 @@ class OwnReplica:
 
 
 class FarReplica:
-    """A replica in other processes. `lost` returns which rank is gone, or None if no rank is."""
+    """A replica in other processes. `lost` returns which rank is gone, or None if no rank is. `serves`: one of its
+    ranks is the first of a node."""
 
-    def __init__(self, lines: RankLines, worker: str, lost: Callable[[RuntimeError], RankLost | None]) -> None:
-        self.worker = worker
+    def __init__(
+        self, lines: RankLines, worker: str, lost: Callable[[RuntimeError], RankLost | None], *, serves: bool = False
+    ) -> None:
+        self.worker, self.serves = worker, serves
         self.turn = TurnClock()
         self.turn.begin()  # until an engine is there, nothing else uses its devices
         self.trained_s = 0.0
@@ -253,6 +263,10 @@ class Replicas:
         devices = self.own.devices
         stats, *_ = await asyncio.gather(devices.run(self.own.steps.finish), self._tell(Finish()))
         return stats
+
+    async def serve_shares(self, facts: VersionFacts) -> None:
+        """Have the replicas on other nodes serve those nodes' shares of a version. Returns when they do."""
+        await asyncio.gather(*(one.tell(ServeShares(facts)) for one in self.others if one.serves))
 
     async def name_version(self, version: int) -> None:
         await self._tell(NameVersion(version))

@@ -9,7 +9,9 @@ policy saw and the tokens that it drew next:
 
 Rules kept here: a call whose prompt begins with all tokens of an earlier sequence goes on with the longest such one;
 any other call begins a sequence. Each drawn token is trained once, after exactly the tokens that the policy saw. A call
-without drawn tokens contributes nothing. An episode without any is left out of its group: the policy did nothing in it.
+without drawn tokens contributes nothing, and neither does one that the environment does not pay for, such as an
+opponent's: where a later call saw its answer, that is context. An episode without any call that counts is left out of
+its group: the policy did nothing in it.
 
 Tokens are compared as numbers. Whoever renders a conversation anew, and gets other tokens for the same text, gets
 another sequence, and never a token in a context that it was not drawn in.
@@ -40,7 +42,7 @@ def make_sequences(calls: Sequence[EpisodeCall], tokens: TokenIds) -> list[Train
     num_drawn = 0
     for call in calls:
         drawn = tokens[call.start : call.end].astype(np.int32)
-        if not len(drawn):
+        if not (len(drawn) and call.is_trained):
             continue
         prompt = call.prompt.astype(np.int32)
         trained = np.arange(len(prompt), len(prompt) + len(drawn), dtype=np.int32)
@@ -93,9 +95,12 @@ def _of_answer(group: Group, sample: Sample, prompt: TokenIds) -> TrainSample:
 
 
 def _of_episode(group: Group, sample: Sample, index: int) -> list[TrainSample]:
-    places = np.concatenate([np.arange(call.start, call.end) for call in sample.calls])
+    calls = [call for call in sample.calls if call.is_trained]
+    if not calls:
+        return []
+    places = np.concatenate([np.arange(call.start, call.end) for call in calls])
     """The drawn tokens of all calls, as indices of the sample's tokens."""
-    found = make_sequences(sample.calls, sample.tokens)
+    found = make_sequences(calls, sample.tokens)
     made: list[TrainSample] = []
     for one in found:
         num_prompt = int(one.trained[0])
@@ -107,7 +112,7 @@ def _of_episode(group: Group, sample: Sample, index: int) -> list[TrainSample]:
                 logprobs=sample.logprobs[places[one.order]].astype(np.float32),
                 reward=sample.reward,
                 group=group.id,
-                finish=sample.calls[-1].finish,
+                finish=calls[-1].finish,
                 written_by=_segments_at(sample, places[one.order]),
                 parts=sample.parts,
                 drawn=None if is_all_drawn else one.trained - num_prompt,

@@ -81,7 +81,7 @@ class StepAccumulator:
         self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
         self._temperature, self._reference, self._critic = temperature, reference, critic
         self._peers, self._meeting = peers, meeting
-        self._everyone: Peers = peers if meeting is None else meeting.ranks
+        self._everyone: Peers = peers if meeting is None else meeting.everyone
         self._loss = find_loss(config.loss, config.loss_args)
         self._preparation = Preparation(
             policy,

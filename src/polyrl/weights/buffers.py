@@ -23,21 +23,23 @@ _SEAL_FUTURE_WRITE = 0x10
 class Buffer:
     """A fixed number of bytes in memory, as a view to write to and as a file to send from."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, held: range | None = None) -> None:
+        """`held` are the bytes that are used, if not all are: only they take memory."""
         self.num_bytes = num_bytes
+        self.held = range(num_bytes) if held is None else held
         self._num_users = 0
         self._guard = threading.Lock()
         self.before_close: list[Callable[[], None]] = []
         size = max(num_bytes, mmap.PAGESIZE)
         left = available_bytes()
-        if size > left:
-            raise UserError(f"no memory for {num_bytes} bytes of weights: {left} are left")
+        if len(self.held) > left:
+            raise UserError(f"no memory for {len(self.held)} bytes of weights: {left} are left")
         self.fd = os.memfd_create("polyrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            self.view = map_file(self.fd, size)[:num_bytes]
+            self.view = map_file(self.fd, size, self.held)[:num_bytes]
         except OSError as error:
             self._close_file()
-            raise UserError(f"no memory for {num_bytes} bytes of weights: {error.strerror}") from error
+            raise UserError(f"no memory for {len(self.held)} bytes of weights: {error.strerror}") from error
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 

@@ -90,14 +90,18 @@ def digest_function(hash: HashName) -> Callable[[View], bytes]:
 def table_of(view: View, chunk_bytes: int = CHUNK_BYTES, hash: HashName = "xxh3-128", threads: int = 1) -> ChunkTable:
     """Hash every chunk. The table does not depend on the number of threads."""
     view = memoryview(view).cast("B")
-    num_bytes, digest = view.nbytes, digest_function(hash)
-    starts = range(0, num_bytes, chunk_bytes)
+    digests = digests_of(view, range(view.nbytes), chunk_bytes, hash, threads)
+    return ChunkTable(num_bytes=view.nbytes, chunk_bytes=chunk_bytes, hash=hash, digests=digests)
+
+
+def digests_of(view: memoryview, within: range, chunk_bytes: int, hash: HashName, threads: int = 1) -> bytes:
+    """Return the digests of the chunks within a range of bytes that begins and ends with one."""
+    digest = digest_function(hash)
 
     def at(start: int) -> bytes:
-        return digest(view[start : start + chunk_bytes])
+        return digest(view[start : min(start + chunk_bytes, within.stop)])
 
-    digests = _map(at, starts, threads)
-    return ChunkTable(num_bytes=num_bytes, chunk_bytes=chunk_bytes, hash=hash, digests=b"".join(digests))
+    return b"".join(_map(at, range(within.start, within.stop, chunk_bytes), threads))
 
 
 def bad_chunks(view: View, table: ChunkTable, threads: int = 1) -> list[int]:

@@ -31,19 +31,24 @@ _ADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _UNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
-def map_file(fd: int, num_bytes: int) -> memoryview:
-    """Grow an empty file to `num_bytes`, give it all its pages, and return a writable view. Raises OSError.
+def map_file(fd: int, num_bytes: int, held: range | None = None) -> memoryview:
+    """Grow an empty file to `num_bytes`, give it its pages, and return a writable view. Raises OSError.
 
-    The mapping lasts as long as the view, or any view of it.
+    With `held`, only these bytes get pages; others take no memory, unless they are written to. The mapping lasts as
+    long as the view, or any view of it.
     """
+    held = range(num_bytes) if held is None else held
     os.ftruncate(fd, num_bytes)
     address, view = _map_aligned(fd, num_bytes)
-    _ADVISE(address, num_bytes, mmap.MADV_HUGEPAGE)
-    for at in range(0, num_bytes, HUGE_BYTES):
-        _ADVISE(address + at, min(mmap.PAGESIZE, num_bytes - at), _POPULATE_WRITE)
-    _ADVISE(address, num_bytes, _COLLAPSE)
-    os.posix_fallocate(fd, 0, num_bytes)  # adds the missing pages; the only call here that must succeed
-    _ADVISE(address, num_bytes, _POPULATE_WRITE)
+    start, end = held.start // HUGE_BYTES * HUGE_BYTES, min(-(-held.stop // HUGE_BYTES) * HUGE_BYTES, num_bytes)
+    if not held:
+        return view
+    _ADVISE(address + start, end - start, mmap.MADV_HUGEPAGE)
+    for at in range(start, end, HUGE_BYTES):
+        _ADVISE(address + at, min(mmap.PAGESIZE, end - at), _POPULATE_WRITE)
+    _ADVISE(address + start, end - start, _COLLAPSE)
+    os.posix_fallocate(fd, start, end - start)  # adds the missing pages; the only call here that must succeed
+    _ADVISE(address + start, end - start, _POPULATE_WRITE)
     return view
 
 

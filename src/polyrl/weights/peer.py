@@ -40,6 +40,7 @@ class WeightPeer:
         self._closing = threading.Event()
         self._stop = threading.Event()
         """Ends the pull that is under way."""
+        self._needless = set[str]()
         self.bad_sources: dict[str, str] = {}
         """The addresses that ever gave wrong bytes, each with the fault."""
 
@@ -86,13 +87,15 @@ class WeightPeer:
                 raise TransferError("broken off")
             if self._shelf.held is not None and self._shelf.held[1].digest == digest:
                 return HostCopy(*self._shelf.held)
-            pull = WeightPull(self._shelf, self._dialer, self._number, stop, self.bad_sources, relayed=relayed)
+            pull = WeightPull(
+                self._shelf, self._dialer, self._number, stop, self.bad_sources, self._needless, relayed=relayed
+            )
             return pull.run(version, digest, addresses, deadline, on_progress)
 
     def offered(self, addresses: Sequence[str], deadline_s: float) -> list[BlobEntry]:
         """Return everything that these sources have or are getting. Raises TransferError when none of them answers."""
         with self._one_pull:
-            pull = WeightPull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
+            pull = WeightPull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources, self._needless)
             return pull.offered(addresses, time.monotonic() + deadline_s)
 
     def newest(self, addresses: Sequence[str], deadline_s: float, digest: str | None = None) -> BlobEntry:

@@ -38,6 +38,8 @@ from polyrl.weights.store import Blob
 
 SCOUT_S = 1.0
 """Sources that answer this much later than the first one are left out."""
+PARTS_SCOUT_S = 5.0
+"""The same where a source has only a part of a version: then all others are needed."""
 APPEAR_S = 20.0
 """How long a source that was asked too early has to get hold of the version."""
 _ENCODE_BYTES_PER_S = 1e9
@@ -63,6 +65,11 @@ class Contact:
         except (OSError, ProtocolError, SourceRefused):
             self.close()
             raise
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether it is one of a trainer's nodes that serve versions together."""
+        return self.catalog.origin and any(one.kind == "full" and not one.complete for one in self.catalog.blobs)
 
     def refresh(self) -> None:
         """Ask for the current catalog."""
@@ -106,14 +113,18 @@ class WeightPull:
         number: int,
         stop: threading.Event,
         bad_sources: dict[str, str],
+        needless: set[str],
         *,
         relayed: bool = False,
     ) -> None:
-        self._relayed = relayed
+        """`needless` are addresses that did not answer and without which a pull ended well: it is kept up to date."""
+        self._relayed, self._needless = relayed, needless
         self._shelf, self._dialer, self._number, self._stop, self._bad = shelf, dialer, number, stop, bad_sources
         self._sources: list[Contact] = []
         self._lied: list[str] = []
         """The addresses that gave wrong bytes during this pull."""
+        self._silent: dict[str, str] = {}
+        """By address, a line on each that did not answer."""
 
     def run(
         self, version: int, digest: str, addresses: Sequence[str], deadline: float, on_progress: OnProgress | None
@@ -125,13 +136,18 @@ class WeightPull:
             self._shelf.store.announce(digest, canonical)
             chain = self._find_chain(manifest, deadline)
             try:
-                return self._follow(chain, manifest, canonical, deadline, on_progress)
+                copy = self._follow(chain, manifest, canonical, deadline, on_progress)
             except _BadDelta as error:
                 full = Chain((Full(digest, manifest.layout.num_bytes),), manifest.layout.num_bytes)
                 try:
-                    return self._follow(full, manifest, canonical, deadline, on_progress)
+                    copy = self._follow(full, manifest, canonical, deadline, on_progress)
                 except TransferError as then:
                     raise self._error(f"{error}; then {then.reason}") from error
+            self._needless.update(self._silent)
+            return copy
+        except TransferError:
+            self._needless.clear()
+            raise
         except (BadManifest, ProtocolError) as error:
             raise self._error(str(error)) from error
         finally:
@@ -180,15 +196,19 @@ class WeightPull:
                 failures[place] = answer
             else:
                 found[place] = answer
-                until = min(until, time.monotonic() + SCOUT_S)
+                missing = {one for at, one in enumerate(unique) if at not in found and at not in failures}
+                are_parts = any(one.has_parts for one in found.values()) and not missing <= self._needless
+                patience_s = PARTS_SCOUT_S if are_parts else SCOUT_S
+                until = min(until, time.monotonic() + patience_s)
         given_up.set()
         self._close_late(answers)
         for place, failure in failures.items():
             if isinstance(failure, ProtocolError):
                 self._accuse(unique[place], str(failure))
+        late = {one: failures.get(at, "no answer") for at, one in enumerate(unique) if at not in found}
+        self._silent = {address: f"{address}: {why}" for address, why in late.items()}
         if not found:
-            said = [f"{unique[place]}: {failure}" for place, failure in sorted(failures.items())]
-            raise self._error("; ".join(["no source answers", *said]))
+            raise self._error("; ".join(["no source answers", *self._silent.values()]))
         return self._one_a_node([found[place] for place in sorted(found)])
 
     def _visit(
@@ -396,7 +416,8 @@ class WeightPull:
             fetch.run(deadline, on_progress)
         except TransferError as error:
             self._accuse_all(sources)
-            raise self._error(error.reason) from error
+            silent = self._silent.values() if any(one.has_parts for one in self._sources) else []
+            raise self._error("; ".join([error.reason, *silent])) from error
         self._accuse_all(sources)
 
     def _accuse_all(self, sources: list[ChunkSource]) -> None:

@@ -112,8 +112,17 @@ class Shelf:
         if known is not None:
             return known
         buffer = Buffer(delta.chunks.num_bytes)
-        names = {"base": delta.base, "target": delta.target}
-        blob = Blob(delta.digest, "delta", version, canonical, delta.chunks, buffer, complete=False, **names)
+        blob = Blob(
+            delta.digest,
+            "delta",
+            version,
+            canonical,
+            delta.chunks,
+            buffer,
+            complete=False,
+            base=delta.base,
+            target=delta.target,
+        )
         self._deltas.append(blob)
         self.store.add(blob)
         return blob

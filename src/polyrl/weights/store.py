@@ -34,15 +34,19 @@ class Blob:
         buffer: Buffer,
         *,
         complete: bool,
+        right: range | None = None,
         base: str = "",
         target: str = "",
     ) -> None:
+        """`right`: these chunks are there, and no others will come."""
         self.name, self.version = name, version
         self.kind: Literal["full", "delta"] = kind
         self.manifest, self.table, self.buffer = manifest, table, buffer
         self.base, self.target = base, target
         self.right = np.full(table.num_chunks, complete, dtype=np.bool_)
-        self.num_right = table.num_chunks if complete else 0
+        if right is not None:
+            self.right[right.start : right.stop] = True
+        self.num_right = int(self.right.sum())
         self.claimed = np.zeros(table.num_chunks, dtype=np.bool_)
         """The chunks that this process is getting from the trainer."""
         self.revision = 1

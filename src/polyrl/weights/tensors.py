@@ -62,12 +62,15 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
     return _NAMES[tensor.dtype]
 
 
-def snapshot(state: Mapping[str, Tensor] | Iterator[tuple[str, Tensor]], layout: Layout, out: View) -> None:
-    """Write a model's tensors into the bytes of a version. The copies are complete when it returns.
+def snapshot(
+    state: Mapping[str, Tensor] | Iterator[tuple[str, Tensor]], layout: Layout, out: View, within: range | None = None
+) -> None:
+    """Write a model's tensors into the bytes of a version; `within`: only into these. The copies are complete when it
+    returns.
 
-    Given an iterator, it holds one tensor at a time. The bytes between tensors are not touched: a new buffer is zero.
-    From a GPU, the cast is done on the device, and the copy goes through pinned memory, or straight into `out` if that
-    is pinned (see `pin`).
+    Given an iterator, it holds one tensor at a time, and goes to its end. The bytes between tensors are not touched: a
+    new buffer is zero. From a GPU, the cast is done on the device, and the copy goes through pinned memory, or straight
+    into `out` if that is pinned (see `pin`).
     """
     if isinstance(state, Mapping):
         given = ((entry, source_of(entry, state)) for entry in layout.tensors)
@@ -75,16 +78,24 @@ def snapshot(state: Mapping[str, Tensor] | Iterator[tuple[str, Tensor]], layout:
         given = _one_by_one(state, layout)
     staging, devices = None, set[torch.device]()
     for entry, tensor in given:
+        start, end = (entry.start, entry.end) if within is None else _overlap(entry, within)
+        if start >= end:
+            continue
         devices.add(tensor.device)
-        value, target = tensor.to(TORCH_DTYPES[entry.dtype]), entry_bytes(entry, out)
+        value = _as_bytes(tensor.to(TORCH_DTYPES[entry.dtype]))[start - entry.start : end - entry.start]
+        target = torch.frombuffer(out, dtype=torch.uint8, count=end - start, offset=start)
         if value.device.type == "cpu" or target.is_pinned():
-            target.copy_(_as_bytes(value), non_blocking=True)
+            target.copy_(value, non_blocking=True)
         else:
             staging = _Staging(value.device) if staging is None else staging
-            staging.copy(_as_bytes(value), target)
+            staging.copy(value, target)
     if staging is not None:
         staging.finish()
     _wait(devices)
+
+
+def _overlap(entry: TensorEntry, within: range) -> tuple[int, int]:
+    return max(entry.start, within.start), min(entry.end, within.stop)
 
 
 def _one_by_one(state: Iterator[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[TensorEntry, Tensor]]:
@@ -172,9 +183,10 @@ def pin(view: View) -> bool:
 
 def pin_buffer(buffer: Buffer) -> bool:
     """Pin a buffer until it is closed. Return whether that worked."""
-    if not buffer.num_bytes or not pin(buffer.view):
+    used = buffer.view[buffer.held.start : buffer.held.stop]
+    if not used.nbytes or not pin(used):
         return False
-    address = torch.frombuffer(buffer.view, dtype=torch.uint8).data_ptr()
+    address = torch.frombuffer(used, dtype=torch.uint8).data_ptr()
     buffer.before_close.append(lambda: unpin(address))
     return True
 

@@ -10,7 +10,7 @@ from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.wire.frames import NoticeSeconds
 
 WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
-"""Python's `$` also matches before a last newline; elsewhere the end of the pattern says nothing new."""
+"""Python's `$` also matches before a last newline, which the lookahead forbids; elsewhere it changes nothing."""
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$(?!\n)"
 """No control characters, and none that turn the direction of what follows or are not seen."""
 SESSION_HEADER = "X-PolyRL-Session"
@@ -210,7 +210,7 @@ class EnvironmentStatus(Struct, frozen=True, kw_only=True):
     waiting: int
     """Episodes that wait for a place."""
     turn_p50_s: float | None
-    """Half of its turns ended within that; None: none has ended."""
+    """The median time of its turns; None: none has ended."""
     turn_p99_s: float | None
     turn_limit_s: float
     """A turn is given up after that. Tasks with slower turns have longer, and so has a new host."""
@@ -296,11 +296,11 @@ class Status(Struct, frozen=True, kw_only=True):
     now_s: float
     published: int
     trainer: str
-    """attached, away, or none: so is that of a run which is there for those who ask."""
+    """attached, away, or none. A run that only serves clients has none."""
     trainer_does: str = ""
     """waits (its devices have nothing to train), trains, validates; empty: something else."""
     trainer_since_s: float | None = None
-    """How long it does that."""
+    """For how long it has been doing that."""
     workers: tuple[WorkerStatus, ...]
     rounds: tuple[RoundStatus, ...]
     queues: dict[str, int]

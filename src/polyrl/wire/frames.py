@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from polyrl.errors import plain
+from polyrl.errors import plain, shorten
 from polyrl.scheduling.core.commands import PlannedGroup
 from polyrl.scheduling.core.events import Duty, RewardOutcome
 from polyrl.scheduling.core.ledger import StepLine
@@ -29,6 +29,8 @@ PROTOCOL = 4
 MAX_WORKER_FRAME_BYTES = 16 << 20
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 MAX_REPLACED = 64
+MAX_ENDED = 65_536
+"""Ends of answers in one frame: more than any engine runs at once."""
 
 EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
 """`stop` and `length` end the answer; the others end the lease alone."""
@@ -37,9 +39,9 @@ Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
 HeldVersion = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 """Four bytes in a column of versions."""
-_MAX_TEXT = 2000
-PeerText = Annotated[str, Meta(max_length=_MAX_TEXT)]
-"""A peer's words. They go into logs and onto terminals: each frame has its own made plain, as it is decoded."""
+PeerText = Annotated[str, Meta(max_length=2000)]
+"""A peer's words. They go into journals and logs, and onto terminals: each frame has its own made plain and short, as
+it is decoded."""
 Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
 Parts = Annotated[dict[Annotated[str, Meta(max_length=130)], float], Meta(max_length=1024)]
 """The parts of a reward, by name."""
@@ -56,8 +58,8 @@ class Frame(Struct, frozen=True, array_like=True, gc=False):
 def make_plain(said: Struct, *fields: str) -> None:
     for field in fields:
         text = getattr(said, field)
-        if not text.isprintable():
-            force_setattr(said, field, plain(text)[:_MAX_TEXT])
+        if (short := shorten(plain(text))) != text:
+            force_setattr(said, field, short)
 
 
 # Sampling
@@ -133,7 +135,7 @@ class NewTokens(Frame, frozen=True, tag="tokens", forbid_unknown_fields=True):
     counts: bytes
     versions: bytes
     cells: bytes
-    ended: tuple[Ended, ...] = ()
+    ended: Annotated[tuple[Ended, ...], Meta(max_length=MAX_ENDED)] = ()
 
 
 class Report(Frame, frozen=True, tag="report"):
@@ -327,7 +329,7 @@ class Scored(Frame, frozen=True, tag="scored"):
 
     def __post_init__(self) -> None:
         if self.parts:
-            force_setattr(self, "parts", {plain(name)[:_MAX_TEXT]: value for name, value in self.parts.items()})
+            force_setattr(self, "parts", {shorten(plain(name)): value for name, value in self.parts.items()})
 
 
 class Took(Frame, frozen=True, tag="took"):
@@ -350,7 +352,7 @@ class Rejected(Frame, frozen=True, tag="rejected"):
 
     def __post_init__(self) -> None:
         make_plain(self, "reason")
-        force_setattr(self, "workers", tuple(plain(name)[:_MAX_TEXT] for name in self.workers))
+        force_setattr(self, "workers", tuple(shorten(plain(name)) for name in self.workers))
 
 
 class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
@@ -412,7 +414,7 @@ class Offered(Frame, frozen=True, tag="offered"):
 
     def __post_init__(self) -> None:
         if not all(name.isprintable() for name in self.workers):
-            force_setattr(self, "workers", tuple(plain(name)[:_MAX_TEXT] for name in self.workers))
+            force_setattr(self, "workers", tuple(shorten(plain(name)) for name in self.workers))
 
 
 class Published(Frame, frozen=True, tag="published"):
@@ -475,6 +477,7 @@ class CallPayload(Struct, frozen=True, array_like=True, gc=False):
     start: int
     end: int
     finish: str
+    is_trained: bool = True
 
 
 class EnvironmentReward(Struct, frozen=True, array_like=True, gc=False):

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from polyrl.scheduling.core.bounds import MAX_REWARD
 from polyrl.wire.columns import ANY_ID
 from polyrl.wire.frames import Frame, Goodbye, Leaving, Natural, PeerText, Release, make_plain
 
@@ -25,7 +26,6 @@ FRAMES_A_SECOND = 50.0
 few microseconds makes fewer calls than that. `FRAMES_AT_ONCE` may come in a moment."""
 FRAMES_AT_ONCE = 600
 LEAST_EPISODES = 8
-MAX_REWARD = 1e9
 MAX_STOP_IDS, MAX_STOPS, MAX_STOP_CHARACTERS = 256, 16, 256
 MAX_PARTS = 32
 """Named parts of a reward that an environment may give; how many turns an episode had may be told beside them."""
@@ -83,6 +83,8 @@ class EndEpisode(Frame, frozen=True, tag="end", forbid_unknown_fields=True):
     reward: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)] = 0.0
     parts: EpisodeParts = msgspec.field(default_factory=dict)
     why: PeerText = ""
+    untrained: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_CALLS)], ...], Meta(max_length=MAX_CALLS)] = ()
+    """Calls that somebody else than the one who is paid made of the policy, such as its opponent."""
 
     def __post_init__(self) -> None:
         make_plain(self, "why")

@@ -32,7 +32,7 @@ class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """[probability, tokens], both rising; below the first and above the last, those."""
     correlation: Share = 0.2
     lengths: tuple[Annotated[int, Meta(ge=1, lt=1 << 31)], ...] = ()
-    """Of the samples of a group, in their order; nothing is drawn. Fewer than samples: they come again."""
+    """Lengths of a group's samples, in their order, in place of drawn ones. Fewer than samples: they repeat."""
 
     def __post_init__(self) -> None:
         for earlier, later in pairwise(self.quantiles):

@@ -40,6 +40,47 @@ RESOURCES = {
         """,
         *ENDED,
     ),
+    "memory of processes whose first thread has ended": attack(
+        """
+        import ctypes, os, threading, time
+        def fill():
+            held = bytearray(1 << 26)
+            for at in range(0, len(held), 4096): held[at] = 1
+            time.sleep(60)
+        for _ in range(20):
+            if os.fork() == 0:
+                threading.Thread(target=fill).start()
+                time.sleep(0.01)
+                ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
+        time.sleep(1)
+        print("ESCAPED")
+        """,
+        *ENDED,
+    ),
+    "signals and timers of the user": attack(
+        """
+        import ctypes, resource
+        timer, num = ctypes.create_string_buffer(8), 0
+        while num < 5000 and ctypes.CDLL(None).timer_create(0, 0, timer) == 0: num += 1
+        if num == 5000 or resource.getrlimit(resource.RLIMIT_RTPRIO) != (0, 0): print("ESCAPED")
+        """
+    ),
+    "waiting for a core by its own choice": attack(
+        """
+        import os
+        for choose in (lambda: os.nice(19), lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)),
+                       lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+                       lambda: os.setpriority(os.PRIO_PROCESS, 0, 19)):
+            try: choose(); print("ESCAPED"); break
+            except OSError: pass
+        """
+    ),
+    "watches of the user's files": attack(
+        """
+        import ctypes
+        if ctypes.CDLL(None).inotify_init1(0) >= 0: print("ESCAPED")
+        """
+    ),
     "memory shared by nobody": attack(
         """
         import mmap

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import structs
 from tests.rewards.sandbox.attacks import ATTACKS, CALLS, Attack
 from tests.rewards.sandbox.conftest import Outside
 from tests.rewards.sandbox.surroundings import LIMITS, honest, in_sandbox
@@ -118,6 +119,30 @@ def test_output_that_is_too_long_when_the_program_is_gone_costs_no_zygote():
         assert sandbox.pool.num_replaced == 0
 
     in_sandbox(body, size=1)
+
+
+def test_a_program_that_holds_many_pipes_takes_none_from_another():
+    """The kernel counts pipes for the user, whom all programs share, and makes further ones small."""
+    hoarder = """
+import os, time
+for _ in range(5): os.fork()
+try:
+    while True: os.pipe()
+except OSError: time.sleep(1.5)
+"""
+    text = "x" * 60_000
+    reader = Program(source="print(len(input()))", cases=(InputCase(input=text, output=str(len(text))),))
+    limits = structs.replace(LIMITS, wall_s=10.0, open_files=256)
+
+    async def body(sandbox: Sandbox) -> None:
+        running = asyncio.create_task(sandbox.run(Program(source=hoarder, cases=(InputCase(output=""),))))
+        found = []
+        while not running.done():
+            found.append((await sandbox.run(reader)).outcome)
+        assert (await running).outcome == "passed"
+        assert found and set(found) == {"passed"}
+
+    in_sandbox(body, limits, size=2)
 
 
 def test_a_sandbox_leaves_nothing_behind():

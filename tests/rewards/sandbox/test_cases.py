@@ -61,6 +61,7 @@ def f(a):
         ("def f(a): return (a, [a])", call([1, [1]], 1), "passed"),
         ("def f(a): return 0.1 + 0.2", call(0.3, 1), "passed"),
         ("def f(a): return {1: {2, 3}}", call({"1": [3, 2]}, 1), "passed"),
+        ("def f(a): return {2, 3}", call([2, 3, 3], 1), "failed"),
         ("class Solution:\n    def f(self, a): return a", call(7, 7, function="Solution.f"), "passed"),
         ("async def f(a): return a", call(7, 7), "passed"),
         ("def f(a): print('noise'); return a", call(7, 7), "passed"),
@@ -214,6 +215,27 @@ def test_a_pytest_file_passes_for_a_right_program():
 def test_a_pytest_file_cannot_be_made_to_pass_from_inside(name: str):
     verdict = verdict_of(WRONG[name], PytestCase(source=TESTS))
     assert verdict.outcome in ("failed", "crashed"), verdict
+
+
+TESTS_THAT_IMPORT_ALL = """
+import math
+from solution import *
+
+def test_add():
+    assert abs(add(0.1, 0.2) - 0.3) < 1e-9
+    assert math.isclose(add(1, 2), 3)
+"""
+SHADOWS_ABS = "def add(a, b): return a + b if isinstance(a, int) else 0\ndef abs(a): return 0"
+SHADOWS_MATH = """
+def add(a, b): return a + b if isinstance(a, float) else 0
+class math:
+    def isclose(a, b): return True
+"""
+
+
+@pytest.mark.parametrize(("source", "outcome"), [(RIGHT, "passed"), (SHADOWS_ABS, "failed"), (SHADOWS_MATH, "failed")])
+def test_tests_that_import_everything_keep_their_own_names(source: str, outcome: str):
+    assert verdict_of(source, PytestCase(source=TESTS_THAT_IMPORT_ALL)).outcome == outcome
 
 
 def test_a_pytest_file_without_tests_does_not_pass():

@@ -142,7 +142,11 @@ def test_a_program_that_waits_behind_loops_is_scored_and_so_are_they():
 @pytest.mark.usefixtures("bubblewrap")
 def test_a_recipe_may_name_it_and_its_arguments_are_checked():
     check_functions({"rewards.functions.0": WeightedReward(function=CODE, args={"cpu_s": 2.0})})
+
+
+def test_no_sandbox_shouts_before_the_run_starts(capsys: pytest.CaptureFixture[str]):
     check_functions({"a": WeightedReward(function="polyrl.rewards.unsafe_no_sandbox:UnsafeCode", args={"cpu_s": 2.0})})
+    assert "WITHOUT A SANDBOX" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("bubblewrap")

@@ -31,11 +31,20 @@ export async function get(name, query = {}) {
   return (await checked(await fetch(url, { headers: headers() }))).json();
 }
 
-/** Call `tell` with every state of a run, as long as the page is open; dial again after a break. */
+const isSeen = async () => {
+  while (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+};
+
+/** Call `tell` with every state of a run, as long as the page is open; dial again after a break. A hidden tab asks for nothing: browsers have six connections to a server, for all tabs together. */
 export function watch(run, tell, lost) {
-  const control = new AbortController();
+  let isOver = false, control = new AbortController();
+  const hide = () => { if (document.hidden) control.abort(); };
+  document.addEventListener("visibilitychange", hide);
   (async () => {
-    while (!control.signal.aborted) {
+    while (!isOver) {
+      await isSeen();
+      if (isOver) return;
+      control = new AbortController();
       try {
         const url = new URL("stream", ROOT);
         url.searchParams.set("run", run);
@@ -50,14 +59,14 @@ export function watch(run, tell, lost) {
           if (lines.length) tell(JSON.parse(lines[lines.length - 1].slice("data: ".length)));
         }
       } catch (error) {
-        if (control.signal.aborted) return;
+        if (control.signal.aborted) continue;
         lost(error);
         if (error instanceof Unauthorized) return;
       }
       await new Promise((resolve) => setTimeout(resolve, 2000));
     }
   })();
-  return () => control.abort();
+  return () => { isOver = true; control.abort(); document.removeEventListener("visibilitychange", hide); };
 }
 
 /** Ask a worker or a host to leave. Only the admin token may. */

@@ -9,7 +9,9 @@ const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((one) => [one, 2 * one, 5
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Draw lines over a common x. `lines`: [{label, values}]. Returns {close}. */
+const dataOf = (x, lines) => [x, ...lines.map((line) => line.values)];
+
+/** Draw lines over a common x. `lines`: [{label, values}]. Returns {close, update}: the same lines may grow, and what was zoomed to stays. */
 export function lineChart(element, xLabel, x, lines, { height = 200, legend = true } = {}) {
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   const chart = new uPlot({
@@ -22,11 +24,16 @@ export function lineChart(element, xLabel, x, lines, { height = 200, legend = tr
       { label: xLabel, value: (_, value) => number(value, 5) },
       ...lines.map((line, place) => ({
         label: line.label, stroke: COLOURS[place % COLOURS.length], width: 1.5, spanGaps: true,
-        points: { show: line.values.filter((one) => one !== null).length < 40, size: 4 }, value: (_, value) => number(value, 4),
+        points: { show: (chart, at) => chart.data[at].filter((one) => one !== null).length < 40, size: 4 }, value: (_, value) => number(value, 4),
       })),
     ],
-  }, [x, ...lines.map((line) => line.values)], element);
+  }, dataOf(x, lines), element);
   const resize = new ResizeObserver(() => chart.setSize({ width: Math.max(200, element.clientWidth), height }));
   resize.observe(element);
-  return { close: () => { resize.disconnect(); chart.destroy(); } };
+  function update(x, lines) {
+    const before = chart.data[0], { min, max } = chart.scales.x, isZoomed = min > before[0] || max < before.at(-1);
+    chart.setData(dataOf(x, lines), !isZoomed);
+    if (isZoomed) chart.setScale("x", { min, max });
+  }
+  return { update, close: () => { resize.disconnect(); chart.destroy(); } };
 }

@@ -13,7 +13,7 @@ export function open(place, state) {
   const runs = h("span", { class: "inline" }, state.runs.map((run, at) => h("label", {}, h("input", { type: "checkbox", value: String(at), checked: at === state.run || state.runs.length <= 4, onchange: () => draw() }), " ", run.name, " ")));
   const picks = h("div", { class: "picks", role: "group", "aria-label": "Metrics" }), charts = h("div", { class: "charts" }), note = h("p", { class: "error" });
   place.append(h("div", { class: "filters" }, h("label", {}, "over", axis), h("label", {}, "metrics", filter), state.runs.length > 1 ? runs : null), picks, note, charts);
-  let names = [], chosen = JSON.parse(localStorage.getItem(KEY) ?? "null") ?? FIRST, drawn = [], known = -1, pending = false, again = false;
+  let names = [], chosen = JSON.parse(localStorage.getItem(KEY) ?? "null") ?? FIRST, drawn = [], drawnKey = "", known = -1, pending = false, again = false;
 
   async function list() {
     const found = await get("metrics", { run: state.run }).catch((error) => { note.textContent = error.message; return names; });
@@ -40,21 +40,30 @@ export function open(place, state) {
     const shown = of.length ? of : [state.run];
     try {
       const told = await Promise.all(shown.map((run) => get("series", { run, names: wanted.join(","), x: axis.value })));
-      for (const chart of drawn) chart.close();
-      drawn = [];
-      charts.replaceChildren();
-      for (const name of wanted) {
-        const about = names.find((one) => one.name === name), body = h("div");
-        charts.append(h("section", { class: "chart", "aria-label": plain(name) }, h("h2", {}, shownText(name), about.unit ? ` (${about.unit})` : ""), h("p", { class: "quiet" }, about.meaning), body));
-        const { x, lines } = merged(told.map((one, at) => ({ label: shown.length > 1 ? state.runs[shown[at]].name : "value", x: one.x, values: one.columns[name] })));
-        drawn.push(lineChart(body, axis.value, x, lines));
+      const key = JSON.stringify([axis.value, shown, wanted]), isSame = key === drawnKey; // the same curves have grown: what was zoomed to stays
+      if (!isSame) {
+        for (const chart of drawn) chart.close();
+        drawn = [];
+        charts.replaceChildren();
       }
+      wanted.forEach((name, place) => {
+        const { x, lines } = merged(told.map((one, at) => ({ label: shown.length > 1 ? state.runs[shown[at]].name : "value", x: one.x, values: one.columns[name] })));
+        if (isSame) drawn[place].update(x, lines);
+        else drawn.push(lineChart(newChart(name), axis.value, x, lines));
+      });
+      drawnKey = key;
       note.textContent = there.length > MOST ? `${MOST} of ${there.length} chosen metrics are drawn.` : wanted.length ? "" : "No metric is chosen, or none was told yet.";
     } catch (error) {
       note.textContent = error.message;
     }
     pending = false;
     if (again) { again = false; draw(); }
+  }
+
+  function newChart(name) {
+    const about = names.find((one) => one.name === name), body = h("div");
+    charts.append(h("section", { class: "chart", "aria-label": plain(name) }, h("h2", {}, shownText(name), about.unit ? ` (${about.unit})` : ""), h("p", { class: "quiet" }, about.meaning), body));
+    return body;
   }
 
   axis.addEventListener("change", draw);

@@ -32,6 +32,16 @@ export function shown(text) {
 /** Return a text for places that take no nodes: titles, options, accessible names. */
 export const plain = (text) => text.replace(new RegExp(UNSEEN.source, "gu"), (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
 
+/** Draw the children of an element anew, as happens every second: what somebody marks there stays until they let go, and the focus goes to what has the same name. Returns whether it was drawn. */
+export function redraw(element, ...children) {
+  const marked = getSelection(), focused = document.activeElement;
+  if (!marked.isCollapsed && element.contains(marked.anchorNode)) return false;
+  const label = element.contains(focused) ? focused.getAttribute("aria-label") : null;
+  element.replaceChildren(...children);
+  if (label) element.querySelector(`[aria-label="${CSS.escape(label)}"]`)?.focus({ preventScroll: true });
+  return true;
+}
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);

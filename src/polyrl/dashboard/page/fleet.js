@@ -1,7 +1,7 @@
 // Workers, hosts and reward workers: what they are at, how fast, what they cost; and asking one to leave.
 
 import { drain, get } from "./api.js";
-import { dollars, h, number, plain, seconds, shown, table } from "./dom.js";
+import { dollars, h, number, plain, redraw, seconds, shown, table } from "./dom.js";
 
 const ROWS = 100;
 
@@ -32,7 +32,7 @@ export function open(place, state) {
     dialog.showModal();
   }
 
-  const leave = (kind, name) => h("button", { type: "button", "aria-label": `Drain ${plain(name)}`, onclick: () => ask(kind, name) }, "drain");
+  const leave = (kind, name) => !state.runs[state.run]?.drains ? "" : h("button", { type: "button", "aria-label": `Drain ${plain(name)}`, onclick: () => ask(kind, name) }, "drain");
 
   async function load() {
     const ticket = asked += 1;
@@ -44,28 +44,28 @@ export function open(place, state) {
       return;
     }
     if (ticket !== asked || !isOpen || busy) return;
-    const at = place.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     draw(told);
-    if (at) place.querySelector(`button[aria-label="${CSS.escape(at)}"]`)?.focus(); // the tables are new, the place is not
   }
 
   function draw(told) {
     const button = (text, to) => h("button", { type: "button", "aria-label": text, onclick: () => { first = to; load(); } }, text);
-    pages.replaceChildren(...(told.num > ROWS ? [h("span", { class: "quiet" }, `${number(first + 1)} to ${number(first + told.workers.length)} of ${number(told.num)}`)] : []),
+    redraw(pages, ...(told.num > ROWS ? [h("span", { class: "quiet" }, `${number(first + 1)} to ${number(first + told.workers.length)} of ${number(told.num)}`)] : []),
       ...(first > 0 ? [button("workers before", Math.max(0, first - ROWS))] : []), ...(first + ROWS < told.num ? [button("workers after", first + ROWS)] : []));
     const caption = told.num === told.num_all ? `${number(told.num)} workers` : `${number(told.num)} of ${number(told.num_all)} workers`;
-    if (!told.is_there) { workers.replaceChildren(h("p", { class: "quiet" }, state.now?.kind === "live" ? "Asking the manager …" : "This run has no manager any more; its journal tells of these workers."), ...(told.num_all ? [had(caption, told.workers)] : [])); hosts.replaceChildren(); return; }
-    workers.replaceChildren(table(caption, ["worker", "state", "engine", "version#", "running#", "tokens/s#", "KV used#", "$/h#", "$#", "heard#", ""], told.workers.map((one) => [
+    if (!told.is_there) { redraw(workers, h("p", { class: "quiet" }, state.now?.kind === "live" ? "Asking the manager …" : "This run has no manager any more; its journal tells of these workers."), ...(told.num_all ? [had(caption, told.workers)] : [])); hosts.replaceChildren(); return; }
+    redraw(workers, table(caption, ["worker", "state", "engine", "version#", "running#", "tokens/s#", "KV used#", "$/h#", "$#", "heard#", ""], told.workers.map((one) => [
       one.name + (one.spot ? " (spot)" : ""), doing(one), one.engine, one.version, `${one.running} of ${one.slots}`, number(one.tokens_per_s), `${Math.round(100 * one.kv_used)}%`,
       one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), leave("worker", one.name),
     ])));
-    hosts.replaceChildren(...(told.hosts.length ? [table(`${told.hosts.length} hosts`, ["host", "state", "environment", "playing#", "$/h#", "$#", "heard#", ""], told.hosts.map((one) => [
-      one.name, one.draining ? "draining" : one.connected ? "connected" : "away", one.environment, `${one.playing} of ${one.slots}`, one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), leave("host", one.name),
-    ]))] : []));
-    if (told.reward_workers.length) hosts.append(table(`${told.reward_workers.length} reward workers`, ["reward worker", "state", "busy#", "scored#", "failed#", "heard#", ""], told.reward_workers.map((one) => [
-      one.name, one.connected ? one.state : `${one.state}, away`, `${one.running} of ${one.places}`, number(one.scored), number(one.failed), seconds(one.last_heard_s), leave("reward-worker", one.name),
-    ])));
-    if (told.turned_away.length) hosts.append(table("Turned away", ["worker", "why", "ago#"], told.turned_away.map((one) => [one.name, one.why, seconds(one.ago_s)])));
+    redraw(hosts, ...[
+      told.hosts.length ? table(`${told.hosts.length} hosts`, ["host", "state", "environment", "playing#", "$/h#", "$#", "heard#", ""], told.hosts.map((one) => [
+        one.name, one.draining ? "draining" : one.connected ? "connected" : "away", one.environment, `${one.playing} of ${one.slots}`, one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), leave("host", one.name),
+      ])) : "",
+      told.reward_workers.length ? table(`${told.reward_workers.length} reward workers`, ["reward worker", "state", "busy#", "scored#", "failed#", "heard#", ""], told.reward_workers.map((one) => [
+        one.name, one.connected ? one.state : `${one.state}, away`, `${one.running} of ${one.places}`, number(one.scored), number(one.failed), seconds(one.last_heard_s), leave("reward-worker", one.name),
+      ])) : "",
+      told.turned_away.length ? table("Turned away", ["worker", "why", "ago#"], told.turned_away.map((one) => [one.name, one.why, seconds(one.ago_s)])) : "",
+    ]);
   }
 
   return {

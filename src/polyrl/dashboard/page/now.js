@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
-import { dollars, h, number, plain, seconds, shown, table } from "./dom.js";
+import { dollars, h, number, plain, redraw, seconds, shown, table } from "./dom.js";
 
 export function open(place, state) {
   const cards = h("div", { class: "cards" });
@@ -16,24 +16,29 @@ export function open(place, state) {
   place.append(cards, alarms, slow, time, h("div", { class: "two" },
     h("div", {}, h("h2", {}, "At this moment"), findings, h("h2", {}, "Open rounds"), rounds),
     h("div", {}, title, curve, waits)));
-  let chart = null, drawn = -1, told = "[]", held = "";
+  let chart = null, drawn = -1, told = "[]", held = "", isHeld = false, said = new Set();
 
   async function drawCurve(run, steps) {
     if (steps === drawn || steps === 0) return;
     drawn = steps;
     const told = await get("series", { run, names: "reward/mean,time/step_total", x: "step" });
     const name = told.columns["reward/mean"].some((value) => value !== null) ? "reward/mean" : "time/step_total";
-    title.textContent = name === "reward/mean" ? "Mean reward" : "Seconds a step";
+    const label = name === "reward/mean" ? "Mean reward" : "Seconds a step", lines = [{ label, values: told.columns[name] }];
+    if (chart && title.textContent === label) {
+      chart.update(told.x, lines);
+      return;
+    }
+    title.textContent = label;
     chart?.close();
     curve.replaceChildren();
-    chart = lineChart(curve, "step", told.x, [{ label: title.textContent, values: told.columns[name] }], { height: 190, legend: false });
+    chart = lineChart(curve, "step", told.x, lines, { height: 190, legend: false });
   }
 
   return {
     close: () => chart?.close(),
     update({ now, run }) {
       const status = now.status;
-      cards.replaceChildren(
+      redraw(cards,
         card("step", now.last_step === null ? "–" : number(now.last_step), now.last_step === null ? "none is trained yet" : `${number(now.last_step + 1)}${now.steps_wanted ? ` of ${number(now.steps_wanted)}` : ""} trained`),
         card("reward", number(now.headlines.reward), "mean of the last step"),
         card("seconds a step", number(now.headlines.time), `${number(now.headlines["tok/s"])} tokens/s trained`),
@@ -42,15 +47,19 @@ export function open(place, state) {
         card("spent", dollars(now.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
       );
       const raised = JSON.stringify(now.alarms);
-      if (raised !== told) alarms.replaceChildren(...(now.alarms.length ? [h("h2", {}, `Alarms (${now.alarms.length})`)] : []), ...now.alarms.map((one) => problem("alarm", one.name, one)));
-      told = raised; // said once: a screen reader reads an alarm whenever it is put there
+      if (raised !== told && redraw(alarms, ...(now.alarms.length ? [h("h2", {}, `Alarms (${now.alarms.length})`)] : []), ...now.alarms.map((one) => problem("alarm", one.name, one, !said.has(one.name + one.of))))) {
+        said = new Set(now.alarms.map((one) => one.name + one.of)); // a screen reader reads an alert whenever it is put there
+        told = raised;
+      }
       const holds = JSON.stringify(now.slow);
-      if (holds !== held) slow.replaceChildren(...(now.slow ? [h("h2", {}, "What holds it up"), problem("alarm slow", "", now.slow)] : []));
-      held = holds;
-      time.replaceChildren(...timeOf(now.time));
-      findings.replaceChildren(...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
-      rounds.replaceChildren(...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
-      waits.replaceChildren(status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.slice(0, 12).map((one) => [
+      if (holds !== held && redraw(slow, ...(now.slow ? [h("h2", {}, "What holds it up"), problem("alarm slow", "", now.slow, !isHeld)] : []))) {
+        held = holds;
+        isHeld = now.slow !== null;
+      }
+      redraw(time, ...timeOf(now.time));
+      redraw(findings, ...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
+      redraw(rounds, ...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
+      redraw(waits, status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.slice(0, 12).map((one) => [
         one.what, one.of, seconds(one.age_s), one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
       ])) : "");
       drawCurve(run, now.steps);
@@ -59,7 +68,7 @@ export function open(place, state) {
 }
 
 /** What was seen, why, what it costs and what to do. */
-const problem = (kind, name, one) => h("div", { class: kind, role: "alert" }, name ? [h("b", {}, name), ": "] : null, name ? shown(one.what) : h("b", {}, shown(one.what)),
+const problem = (kind, name, one, isNew) => h("div", { class: kind, role: isNew ? "alert" : "note" }, name ? [h("b", {}, name), ": "] : null, name ? shown(one.what) : h("b", {}, shown(one.what)),
   h("dl", { class: "facts" }, [["why", one.why], ["costs", one.costs], ["what to do", one.do]].filter(([, text]) => text).map(([word, text]) => [h("dt", {}, word), h("dd", {}, shown(text))])));
 
 /** Where the trainer's time of the newest steps went, as a bar and in words. */

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { diff } from "./diff.js";
-import { h, number, plain, shown } from "./dom.js";
+import { h, number, plain, redraw, shown } from "./dom.js";
 
 const PAGE = 200;
 const ORDERS = { group: "by group", best: "highest reward", worst: "lowest reward", longest: "longest", shortest: "shortest", task: "by task", outcome: "by outcome", worker: "by worker" };
@@ -25,7 +25,8 @@ export function open(place, state) {
   const titles = { step: "step", task: "task", outcome: "outcome", worker: "worker", low: "reward from", high: "to", fewest: "tokens from", longest: "to", text: "contains", order: "order" };
   const earlier = h("button", { type: "button", onclick: () => move(-1) }, "‹ earlier step");
   const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
-  const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later);
+  const newest = h("button", { type: "button", onclick: () => { fields.step.value = ""; chosen = null; load(true); } }, "newest step »");
+  const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later, newest);
   const summary = h("p", { class: "quiet", role: "status" }, "Reading the answers …");
   const list = h("div", { class: "list", role: "group", "aria-label": "Answers" });
   const detail = h("div", { class: "detail" });
@@ -177,6 +178,7 @@ export function open(place, state) {
     reopen() { if (state.query.get("step") && state.query.get("step") !== String(told?.step)) { fields.step.value = state.query.get("step"); chosen = null; load(true); } },
     update({ now }) {
       if (known >= 0 && now.steps !== known && !fields.step.value && first === 0 && chosen === null) load(true);
+      if (told?.step !== undefined) redraw(newest, now.last_step > (told.step ?? -1) ? `newest step: ${now.last_step} »` : "newest step »");
       known = now.steps;
     },
     key(key) {

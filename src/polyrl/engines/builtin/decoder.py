@@ -67,7 +67,7 @@ class Decoder:
         self._pairs = torch.arange(self._dim).view(2, -1).t().flatten()
         """Which number of a head comes where: each of the first half before its partner of the second."""
         self._turns = torch.empty((0, 1, self._dim // 2), dtype=torch.complex64)
-        """By position."""
+        """The rotations, by position."""
 
     @staticmethod
     def find(model: Any) -> "Decoder | None":

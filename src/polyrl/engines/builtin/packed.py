@@ -10,7 +10,7 @@ bucket needs no mask.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,17 @@ class Buckets(NamedTuple):
 
 
 SampleLayout = Borders | Buckets
+
+
+class Across(NamedTuple):
+    """Samples whose rows are divided between ranks. In attention each rank has all rows of a share of the heads."""
+
+    whole: SampleLayout
+    num_ranks: int
+    to_heads: Callable[[Tensor], Tensor]
+    """From (own rows, heads, dim) to (all rows, own heads, dim)."""
+    to_rows: Callable[[Tensor], Tensor]
+    """The opposite."""
 
 
 def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool, long: bool = False) -> SampleLayout:
@@ -99,12 +110,19 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SampleLayout,
+    layout: SampleLayout | Across,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """Query (1, heads, rows, dim), key and value (1, kv heads, rows, dim); gives (1, rows, heads, dim)."""
+    if isinstance(layout, Across):
+        if key.shape[1] % layout.num_ranks:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        moved = [layout.to_heads(one[0].transpose(0, 1)).transpose(0, 1)[None] for one in (query, key, value)]
+        out = attend(moved[0], moved[1], moved[2], layout.whole, scaling, window, softcap)
+        return layout.to_rows(out[0]).unsqueeze(0)
     query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, Borders):

@@ -40,7 +40,7 @@ log = logging.getLogger("polyrl.engines.served")
 
 _ASK_S = 10.0
 _FACTS_S = 120.0
-"""It has just started, and so may have others on the same machine."""
+"""How long facts are waited for: the server has just started, and others on the machine may have too."""
 _CPU_BLOCK_TOKENS = 128
 _GPU_BLOCK_TOKENS = 16
 _OWN_BLOCKS = 1

@@ -2,8 +2,9 @@
 
     environment = "openenv", environment_args = { url = "http://127.0.0.1:8000", sessions = 4, action = "message" }
 
-Rules kept here: a server has so many sessions, and turns further ones away: episodes wait for one here. An answer that
-is a JSON object is the action; any other text is the value of the field `action`. Rewards of steps are summed.
+Rules kept here: a server has so many sessions, and turns further ones away: a host claims no more places than that, and
+an episode waits here while the session of the last one is closed. An answer that is a JSON object is the action; any
+other text is the value of the field `action`. Rewards of steps are summed.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ class OpenEnvSession:
         """`observation` is the field that the policy sees; empty: the whole object, as JSON."""
         if sessions < 1:
             raise UserError(f"openenv: sessions: {sessions}; expected at least 1")
+        self.max_at_once = sessions
         self._client_class = need("openenv", "openenv").GenericEnvClient
         self._url, self._sessions, self._action, self._field = url, sessions, action, observation
         self._system, self._reset = system, reset or {}

@@ -16,6 +16,8 @@ import itertools
 import logging
 from typing import Any, Literal
 
+from msgspec import structs
+
 from polyrl.errors import UserError, one_line
 from polyrl.hosts.adapters.packages import need
 from polyrl.hosts.adapters.verifiers_harness import IN_PROCESS, register
@@ -41,6 +43,7 @@ class VerifiersEnvironment:
         self._stop = asyncio.Event()
         self.name = "verifiers"
         self.num_tasks: int | None = None
+        self.max_at_once: int | None = None
 
     async def start(self) -> None:
         vf = need("verifiers.v1", _PACKAGE)
@@ -72,7 +75,7 @@ class VerifiersEnvironment:
             is_over_time = played.is_timeout or any(trace.is_timeout for trace in played.traces)
             if not played.ok and not (is_over_time and not opened.is_waiting):
                 raise EpisodeFailed(f"verifiers: {_why_failed(played)}")
-            return _end_of(played)
+            return structs.replace(_end_of(played), untrained=opened.calls_but_of([one.id for one in _paid(played)]))
 
     # Loading
 
@@ -151,8 +154,14 @@ def _why_failed(played: Any) -> str:
     return " ".join(f"{errors[-1].type}: {errors[-1].message}".split())[:MAX_WHY]
 
 
+def _paid(played: Any) -> list[Any]:
+    """Return the traces that are trained: not those of a user that is played, or a judge, nor of attempts that the
+    package made again."""
+    return [trace for trace in played.traces if trace.agent.trainable] or list(played.traces)
+
+
 def _end_of(played: Any) -> EpisodeEnd:
-    traces = [trace for trace in played.traces if trace.agent.trainable] or list(played.traces)
+    traces = _paid(played)
     if not traces:
         raise EpisodeFailed("verifiers: the episode has no trace")
     reward = sum(finite(trace.reward, "the reward") for trace in traces) / len(traces)

@@ -20,6 +20,7 @@ from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import HostSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.bounds import MAX_REWARD
 from polyrl.scheduling.core.samples import TrackedSample
 from polyrl.wire import columns, frames, host_frames
 from polyrl.wire.columns import TOKEN_IDS
@@ -69,7 +70,8 @@ def _hear(lobby: Lobby, session: HostSession, raw: bytes) -> None:
     session.heard_at = lobby.now()
     run = lobby.run
     host = None if run is None else run.desk.hosts.find(session.name, session.incarnation)
-    if not session.may_say(session.heard_at, 0 if host is None else len(host.episodes)):
+    num_held = len(frame.held) if isinstance(frame, host_frames.HostHello) else 0
+    if not session.may_say(session.heard_at, 0 if host is None else len(host.episodes), num_held):
         raise Refused("flood", f"too many frames, the last a {type(frame).__name__}")
     match frame:
         case host_frames.HostHello():
@@ -94,7 +96,9 @@ def drain(lobby: Lobby, session: HostSession, reason: str) -> None:
     """Have a host play its episodes to their end, and leave."""
     if lobby.run is None:
         lobby.forget_host(session.name, reason)
-    else:
+        return
+    host = lobby.run.desk.hosts.find(session.name, session.incarnation)
+    if host is None or not host.draining:  # said again, it is nothing new
         lobby.run.tell(e.HostDrainRequested(session.name, session.incarnation, reason))
 
 
@@ -237,7 +241,7 @@ def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
     if sample is None:
         return
     for name, value in (("reward", frame.reward), *frame.parts.items()):
-        if not abs(value) <= host_frames.MAX_REWARD:  # so written, NaN is refused too
+        if not abs(value) <= MAX_REWARD:  # so written, NaN is refused too
             raise Refused("reward", f"episode {show_sample(sample.id)}: {plain(name)} is {value}")
     text, outcome = run.payload.tokens_of(sample.id), frame.outcome
     num_calls = min(frame.num_calls, len(text.calls))
@@ -254,7 +258,7 @@ def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
     else:
         run.tell_progress(sample)
         num_calls = sum(one.end != OPEN and one.end <= num_tokens for one in text.calls[:num_calls])
-        to_hosts.keep_episode(run, sample.id, num_calls, num_tokens, frame.reward, dict(frame.parts))
+        to_hosts.keep_episode(run, sample.id, num_calls, num_tokens, frame.reward, dict(frame.parts), frame.untrained)
     run.tell(e.EpisodeEnded(sample.id, sample.attempt, outcome, num_tokens))
 
 

@@ -54,14 +54,19 @@ def _hear(lobby: Lobby, session: RewardSession, raw: bytes) -> None:
             if relay.dispatcher is not None:
                 relay.dispatcher.say(r.WorkerAnswered(session.name, session.life, frame))
         case frames.Leaving():
-            session.is_draining = True
-            relay.tell_fleet()
+            _leaving(lobby, session)
         case frames.Goodbye():
             if frame.is_misfit:
                 lobby.turn_away(WorkerName(session.name), frame.reason)
             reward_joining.forget(lobby, session, frame.reason, in_anger=frame.is_misfit)
         case _:
             assert_never(frame)
+
+
+def _leaving(lobby: Lobby, session: RewardSession) -> None:
+    if not session.is_draining:  # said again, it is nothing new
+        session.is_draining = True
+        lobby.reward_relay.tell_fleet()
 
 
 def _reported(lobby: Lobby, session: RewardSession, report: r.RewardReport) -> None:

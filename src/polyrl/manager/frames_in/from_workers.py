@@ -9,7 +9,7 @@ import logging
 from typing import assert_never
 
 from polyrl.errors import Refused, plain, shorten
-from polyrl.ids import LeaseId, Version
+from polyrl.ids import LeaseId, Seconds, Version
 from polyrl.manager import frames_out
 from polyrl.manager.frames_in import intake, joining
 from polyrl.manager.lobby import Lobby
@@ -64,7 +64,7 @@ def _hear(lobby: Lobby, session: WorkerSession, raw: bytes) -> None:
         raise Refused("flood", f"too many frames within a heartbeat, the last a {type(frame).__name__}")
     match frame:
         case frames.Leaving():
-            joining.drain(lobby, session.name, frame.reason, frame.notice_s)
+            _leaving(lobby, session, frame.reason, frame.notice_s)
         case frames.Goodbye():
             _goodbye(lobby, session, frame)
         case _ if run is None:
@@ -91,6 +91,7 @@ def _hear_before_a_run(lobby: Lobby, session: WorkerSession, frame: NewsOfAnEngi
         case frames.InstallFailed():
             lobby.refused["late_news"] += 1
         case frames.Down():
+            _count_news(lobby, session, "that its engine is down")
             _log_down(session, frame.reason)
         case frames.Back() | frames.OnDuty():
             pass
@@ -109,17 +110,33 @@ def _hear_in_a_run(run: Run, session: WorkerSession, frame: NewsOfAnEngine) -> N
                 return  # the worker is told to fetch the version again
             _check_version(run, session, frame)
             session.has_installed = True
-            run.tell(e.WeightsInstalled(session.name, session.incarnation, Version(frame.version)))
+            _installed(run, session, Version(frame.version))
         case frames.InstallFailed():
             _install_failed(run, session, frame)
         case frames.Down():
             _down(run, session, frame.reason)
         case frames.Back():
             _back(run, session, frame.version, "")
+        case frames.OnDuty() if not session.facts.local:
+            raise Refused("order", "a change of duty; only the trainer's own workers have duties")
         case frames.OnDuty():
             run.tell(e.DutyChanged(session.name, session.incarnation, frame.duty))
         case _:
             assert_never(frame)
+
+
+def _leaving(lobby: Lobby, session: WorkerSession, why: str, notice_s: Seconds) -> None:
+    """Let a worker go that wants to. While it hands over, a repetition is nothing new."""
+    worker = None if lobby.run is None else lobby.run.seat_of(session)
+    if worker is None or worker.state != "draining":
+        _count_news(lobby, session, "that it leaves")
+        joining.drain(lobby, session.name, why, notice_s)
+
+
+def _count_news(lobby: Lobby, session: WorkerSession, what: str) -> None:
+    """Raise Refused for a worker that fills the journal with its news."""
+    if not session.may_tell(session.heard_at, lobby.settings.stream.heartbeat_interval_s):
+        raise Refused("flood", f"too much news, the last {what}")
 
 
 def _goodbye(lobby: Lobby, session: WorkerSession, goodbye: frames.Goodbye) -> None:
@@ -151,6 +168,14 @@ def _check_version(run: Run, session: WorkerSession, installed: frames.Installed
         raise Refused("digest", f"version {version} is {digest or 'a number'}, not {installed.digest or 'a number'}")
 
 
+def _installed(run: Run, session: WorkerSession, version: Version) -> None:
+    worker = run.seat_of(session)
+    if worker is None or version <= worker.version:
+        run.lobby.refused["late_news"] += 1
+    else:
+        run.tell(e.WeightsInstalled(session.name, session.incarnation, version))
+
+
 def _install_failed(run: Run, session: WorkerSession, failed: frames.InstallFailed) -> None:
     worker, version = run.seat_of(session), Version(failed.version)
     if worker is None or worker.pulling != version:  # it was told to stop meanwhile, or never to start
@@ -171,6 +196,7 @@ def _down(run: Run, session: WorkerSession, reason: str) -> None:
     if worker is not None and worker.down:
         run.lobby.refused["late_news"] += 1
         return
+    _count_news(run.lobby, session, "that its engine is down")
     _log_down(session, reason)
     run.tell(e.EngineDown(session.name, session.incarnation, reason))
 
@@ -182,6 +208,7 @@ def _log_down(session: WorkerSession, reason: str) -> None:
 
 def _back(run: Run, session: WorkerSession, version: int, digest: str) -> None:
     """Tell that an engine is there again. As at a join, a version that is not of this run counts as none."""
+    _count_news(run.lobby, session, "that its engine is back")
     held = Version(version) if _is_ours(run, version, digest) else None
     run.tell(e.EngineBack(session.name, session.incarnation, held))
 
@@ -231,7 +258,7 @@ def _hello(run: Run, session: WorkerSession, hello: frames.Hello) -> None:
         elif sample.state == "stopping":
             session.hand_over(lease)
     if hello.draining:
-        joining.drain(run.lobby, session.name, hello.draining, hello.notice_s)
+        _leaving(run.lobby, session, hello.draining, hello.notice_s)
     if worker.state == "draining" and not worker.leases:
         session.say(frames.Release("it has handed everything over"))
 

@@ -58,7 +58,7 @@ def join(lobby: Lobby, request: JoinRequest, session_before: str = "", address: 
     lobby.forget(name, _FOLLOWED, in_anger=True)
     incarnation = lobby.next_life(name)
     session = WorkerSession(secrets.token_hex(16), incarnation, request, address)
-    session.heard_at = session.told_at = session.told_heard_at = lobby.now()
+    session.begin(lobby.now(), lobby.settings.stream.heartbeat_interval_s)
     lobby.workers[name] = session
     lobby.journal.add_note(SessionOpened(session.key, incarnation, request))
     log.info("worker %s joined: %s, %d slots", name, request.engine, request.slots)

@@ -14,6 +14,9 @@ from polyrl.wire.control import RewardJoinRequest
 _MOST_FRAMES = 600
 _FRAMES_A_SECOND = 16.0
 """Frames beside results that were asked for, at once and from then on. An honest worker sends a report a beat."""
+_FRAME_BYTES = 1 << 16
+"""A result that nobody asked for counts once more for each so many bytes: it is passed on. An honest worker sends some
+after a restart of the manager, which has forgotten what it gave out."""
 
 
 def life_of(facts: RewardJoinRequest) -> str:
@@ -69,7 +72,8 @@ class RewardSession:
             self.num_jobs += 1
             return True
         passed_s, self._counted_at = max(0.0, now - self._counted_at), now
-        self._num_small = max(0.0, self._num_small - passed_s * _FRAMES_A_SECOND) + 1.0
+        cost = 1 + (len(frame.result) // _FRAME_BYTES if isinstance(frame, r.JobDone) else 0)
+        self._num_small = max(0.0, self._num_small - passed_s * _FRAMES_A_SECOND) + cost
         return self._num_small <= _MOST_FRAMES
 
 

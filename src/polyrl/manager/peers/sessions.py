@@ -19,16 +19,22 @@ _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
 """How often frames without an end of an answer are acknowledged; ends are acknowledged at once, since a worker keeps a
 lease until then."""
-_MOST_SMALL_FRAMES = 600
-"""Frames other than tokens and replies, at once: as many wait in the sockets after ten minutes without a manager (more
-when workers report more than once a second)."""
+_MOST_SMALL_FRAMES = 1200
+"""Frames other than tokens and replies, at once: half as many wait in the sockets after ten minutes without a manager
+(more when workers report more than once a second)."""
 _SMALL_FRAMES_A_BEAT = 8
 """Such frames from then on, or that many a second if beats are rarer. An honest worker sends a Report, and seldom
 another."""
+_SMALL_FRAMES_A_NEWS = 60
+"""News that goes into the journal counts as so many: an engine that died or is back, a machine that goes."""
+_SPENT_AT_JOIN = 0.75
+"""Of the allowance: nothing waits in the sockets of a worker that has just joined, and it may join again and again."""
 _LATE_ROWS_A_FRAME = 256
 _LATE_TOKENS_A_FRAME = 4096
 """Late rows and tokens that count as one small frame. An honest worker goes on with an aborted sample until it hears of
 the abort: a moment, and for all its samples at once where a round ends."""
+_HELD_A_FRAME = 256
+"""Episodes listed by a host that connects that count as one more frame of it: each is looked up."""
 
 
 class WorkerSession:
@@ -87,12 +93,21 @@ class WorkerSession:
         self.greeted = False
         self._ack = None
 
+    def begin(self, now: float, heartbeat_interval_s: float) -> None:
+        """Note that it has joined."""
+        self.heard_at = self.told_at = self.told_heard_at = self._counted_at = now
+        self._num_small = _SPENT_AT_JOIN * _MOST_SMALL_FRAMES / min(1.0, heartbeat_interval_s)
+
     def may_say(self, frame: frames.FromWorker, now: float, heartbeat_interval_s: float) -> bool:
-        """Count a frame other than tokens. Returns False when there are far too many: most go into the journal."""
+        """Count a frame other than tokens. Returns False when there are far too many."""
         if self._num_owed and isinstance(frame, frames.OnDuty | frames.Installed | frames.InstallFailed):
             self._num_owed -= 1  # the manager asked for these: steps may be short
             return True
         return self._spend(1.0, now, heartbeat_interval_s)
+
+    def may_tell(self, now: float, heartbeat_interval_s: float) -> bool:
+        """Count news that goes into the journal. Returns False when there is far too much."""
+        return self._spend(_SMALL_FRAMES_A_NEWS, now, heartbeat_interval_s)
 
     def may_waste(self, num_rows: int, num_tokens: int, now: float, heartbeat_interval_s: float) -> bool:
         """Count the late rows and tokens of a frame. Returns False when there are far too many."""
@@ -171,12 +186,14 @@ class HostSession:
         self.greeted = False
         self._gathered, self._over = [], []  # of the connection before: this one is told all anew
 
-    def may_say(self, now: float, num_episodes: int) -> bool:
-        """Count a frame. Returns False when there are far too many: calls of an episode wait for each other."""
+    def may_say(self, now: float, num_episodes: int, num_held: int = 0) -> bool:
+        """Count a frame, in which `num_held` episodes are listed. Returns False when there are far too many: calls of
+        an episode wait for each other."""
         num = max(LEAST_EPISODES, num_episodes)
         passed_s = max(0.0, now - self._counted_at)
         self._counted_at = now
-        self._num_small = max(0.0, self._num_small - passed_s * FRAMES_A_SECOND * num) + 1.0
+        self._num_small = max(0.0, self._num_small - passed_s * FRAMES_A_SECOND * num)
+        self._num_small += 1 + num_held / _HELD_A_FRAME
         return self._num_small <= FRAMES_AT_ONCE + 4 * num
 
     def say(self, frame: host_frames.ToHost) -> None:

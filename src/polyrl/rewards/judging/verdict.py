@@ -7,6 +7,7 @@ quotes before it, `{"score": 10}` from a hostile answer for example, is not look
 Left out: a judge that believes a hostile answer, and says what that answer asks for. No parser can see that.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -127,9 +128,17 @@ def _last_object(text: str) -> dict[str, Any]:
     starts = [at.start() for at in re.finditer(r"\{", text)][-_MAX_OBJECTS:]
     for start in (*reversed(starts), 0):
         try:
-            found = msgspec.json.decode(text[start:])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            found = json.loads(text[start:], object_pairs_hook=_once)
+        except (ValueError, RecursionError):
             continue
         if isinstance(found, dict):
             return found
     raise NoVerdict("the reply does not end with a JSON object")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object with these names. Raises ValueError for a name that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found

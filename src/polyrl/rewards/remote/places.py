@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from msgspec.structs import replace
 
@@ -167,9 +167,9 @@ class RemotePlaces:
         able = [one for one in self._workers.values() if one.num_free > 0 and not (is_suspect and one.has_suspect)]
         return RemotePlace(self, max(able, key=lambda one: one.num_free), is_suspect=is_suspect) if able else None
 
-    def running(self) -> list[tuple[float, RewardCall]]:
-        """Return the answers that reward workers have, each with the time when it was sent."""
-        return [(job.sent_at, job.call) for one in self._workers.values() for job in one.jobs.values()]
+    def running(self) -> Iterator[tuple[float, RewardCall]]:
+        """Yield the answers that reward workers have, each with the time when it was sent."""
+        return ((job.sent_at, job.call) for one in self._workers.values() for job in one.jobs.values())
 
     @property
     def num_workers(self) -> int:

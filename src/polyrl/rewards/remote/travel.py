@@ -116,7 +116,7 @@ def read_result(call: RewardCall, body: bytes) -> ScoredReply | RewardFailed | R
     except _NO_DATA as error:
         raise BadResult(f"a result that is none: {one_line(error)}") from error
     if isinstance(read, _TravellingFailure):
-        reason = plain(read.reason)
+        reason = shorten(plain(read.reason))
         if read.kind == "timed_out":
             return RewardTimedOut(reason, read.cpu_s)
         if read.kind == "stops":

@@ -85,7 +85,9 @@ def same_value(expected: Any, found: Any) -> bool:
     if isinstance(found, FoundDict):
         return isinstance(expected, dict) and _same_dict(expected, found.items)
     if isinstance(found, FoundSet):  # JSON has no sets
-        return isinstance(expected, list | set | tuple) and {_plain_text(one) for one in expected} == found.texts
+        if not isinstance(expected, list | set | tuple) or len(expected) != len(found.texts):
+            return False
+        return {_plain_text(one) for one in expected} == found.texts
     return type(expected) is type(found) and expected == found
 
 

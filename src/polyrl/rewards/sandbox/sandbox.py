@@ -85,8 +85,7 @@ class Sandbox:
         limits = SandboxLimits() if limits is None else limits
         whole = tuple(os.path.realpath(one) for one in folders)
         if unsafe_no_sandbox:
-            _log.warning(_UNSAFE)
-            print(f"WARNING: {_UNSAFE}", file=sys.stderr)
+            shout()
             make = lambda: Slot(None, _unsafe_settings(limits), b"", None)  # noqa: E731
         else:
             layout = look(whole, bwrap)
@@ -188,6 +187,12 @@ class BlockingSandbox:
     def close(self) -> None:
         self._runner.run(self._sandbox.close())
         self._runner.close()
+
+
+def shout() -> None:
+    """Say, in the log and in the terminal, that programs run without a sandbox."""
+    _log.warning(_UNSAFE)
+    print(f"WARNING: {_UNSAFE}", file=sys.stderr)
 
 
 def look(folders: tuple[str, ...] = (), bwrap: str | None = None) -> bubblewrap.MachineLayout:

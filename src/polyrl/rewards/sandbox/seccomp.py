@@ -18,7 +18,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     # files that no mount leads to, and accounting
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
     "fanotify_mark": (301, 263), "lookup_dcookie": (212, 18), "quotactl": (179, 60), "quotactl_fd": (443, 443),
-    "acct": (163, 89), "nfsservctl": (180, 42),
+    "acct": (163, 89), "nfsservctl": (180, 42), "inotify_init": (253, None), "inotify_init1": (294, 26),
     # memory that no limit of ours counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmdt": (67, 197), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
@@ -31,6 +31,9 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "io_uring_register": (427, 427), "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2),
     "io_cancel": (210, 3), "io_getevents": (208, 4), "vmsplice": (278, 75), "remap_file_pages": (216, 234),
     "seccomp": (317, 277), "modify_ldt": (154, None), "uselib": (134, None),
+    # ways to have no core, for which a program gets more time
+    "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
     # the machine itself
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "create_module": (174, None), "get_kernel_syms": (177, None),

@@ -11,6 +11,8 @@ from msgspec import Meta
 
 _MOST = 1e9
 """The upper bound of seconds (thirty years), dollars and ratios."""
+MAX_REWARD = 1e9
+"""The most that a reward is worth: a mean and a deviation of such rewards are numbers of 32 bits."""
 MAX_TOKENS = 1 << 24
 """The most tokens of a prompt or an answer: token offsets have 32 bits on the wire."""
 

@@ -29,7 +29,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 7
+RULES = 8
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -48,7 +48,9 @@ RULES = 7
     5    replicas train at different times: one that has nothing to train generates again while others train, or
          while others generate and it would make their samples faster (devices.py)
     6    limits of episodes are learned too (turns.py)
-    7    of replicas that turn to generating, the first takes its share of the samples that wait, and leaves the others
+    7    what a worker without an answer brought no token of and takes with it, or lets stall, goes to those that have
+         answered (membership.py)
+    8    of replicas that turn to generating, the first takes its share of the samples that wait, and leaves the others
          theirs (leases.py); none is given back before it is known how fast the others are (devices.py)
 """
 

@@ -88,7 +88,7 @@ class Playtime(Struct, gc=False):
     played_s: Seconds = 0.0
     """What the turns before took, in this attempt."""
     took_s: Seconds | None = None
-    """From its beginning to its end, if it was begun once: what it repeats is no measure."""
+    """Seconds from its beginning to its end; None if it was begun again: that time is no measure."""
     num_hangs: int = 0
     """How often it stood still at a host that hung."""
     episode_limit_s: Seconds = 0.0

@@ -299,8 +299,8 @@ def _num_to_keep(desk: Desk, generating: list[Worker]) -> int:
 def _slowdown(desk: Desk, worker: Worker, num_running: float) -> float:
     """Return how much slower its samples become. Replicas are alike: what one was seen to need stands for another."""
     alike = [one.speed for one in (worker, *desk.state.fleet.local()) if one.speed.samples]
-    speed = alike[0] if alike and desk.state.rules >= 7 else worker.speed
+    speed = alike[0] if alike and desk.state.rules >= 8 else worker.speed
     before, after = speed.step_s(len(worker.leases)), speed.step_s(num_running)
     if before is None or after is None:
-        return 1.0 if desk.state.rules < 7 else math.inf
+        return 1.0 if desk.state.rules < 8 else math.inf
     return after / before

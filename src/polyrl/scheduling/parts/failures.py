@@ -3,6 +3,8 @@
     a sample fails on a worker --> it waits for one that has not failed its group, if such a one can write
         it is handed over, and nobody asked             --> a failure too: it would come back at once, for ever
         it stalls, or gets a token now and then         --> a failure too
+        its worker is gone, brought no token of it and never answered anything
+                                                        --> a failure too, while one that has answered is there
         it is refused with tokens that others wrote     --> it begins anew without them: whose fault they are, shows
                                                             too, unless who refused them is in doubt itself
         another worker answers the group                --> the worker's: given up after `max_failures` such groups
@@ -28,7 +30,9 @@ from polyrl.scheduling.core.samples import ASKED, Round, TrackedGroup, TrackedSa
 from polyrl.scheduling.rules.staleness import oldest_version
 
 _MANY_NAMES = 3
-"""The rules from which on names are many, and answers count."""
+"""The first rules that prefer workers that have answered: a stranger may join under as many names as it likes."""
+_MANY_SILENT = 7
+"""The first rules that do so for samples of workers that bring nothing."""
 
 
 def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
@@ -44,6 +48,17 @@ def keeps(desk: Desk, worker: Worker, sample: TrackedSample) -> None:
     """A worker keeps a sample and brings next to nothing of it: it fails it, and another worker gets it."""
     sample.num_failures += 1
     note(desk, worker, desk.groups[sample.group])
+
+
+def is_unproven(desk: Desk, worker: Worker) -> bool:
+    """Return whether a worker has brought no answer, while one that has is there for what it takes with it.
+
+    Otherwise all the names under which one process joins could have the samples, one after the other, and let a
+    time-out pass with each.
+    """
+    if desk.state.rules < _MANY_SILENT or worker.is_proven or not worker.leases:
+        return False
+    return any(one.is_proven and one.state != "draining" for one in desk.seats.values())
 
 
 def has_failed(desk: Desk, worker: Worker, sample: TrackedSample, reason: LeaseEnd) -> bool:
@@ -98,7 +113,8 @@ def fails_for_good(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> bo
 
 
 def _is_to_be_tried(desk: Desk, group: TrackedGroup) -> bool:
-    """Return whether a worker is still to try the group whose word counts for more than that of those who failed it."""
+    """Return whether the group is to be tried by another worker, whose word counts for more than that of the workers
+    that failed it."""
     if desk.state.rules < _MANY_NAMES:
         return len(group.failed_on) < 2 and bool(others(desk, group))
     num_proven = sum(seat in desk.seats and desk.seats[seat].is_proven for seat in group.failed_on)

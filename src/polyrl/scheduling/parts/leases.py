@@ -50,7 +50,7 @@ def local_level(desk: Desk) -> float:
             turning += turns
             capacity += worker.capacity
             held += len(worker.leases)
-    if not turning or desk.state.rules < 7:
+    if not turning or desk.state.rules < 8:
         return math.inf
     return (held + sum(round_.num_waiting for round_ in desk.rounds.values())) / capacity
 

@@ -170,8 +170,11 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
         state.scaling.num_lost += not worker.local and (worker.is_taken or not drained)
     for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
         desk.deadlines.clear((name, worker.seat))
+    is_unproven, failed_before = failures.is_unproven(desk, worker), worker.failed_groups[:]
     for lease in list(worker.leases):
         sample = desk.leases[lease]
+        if is_unproven and sample.num_tokens <= sample.moved_at and sample.group not in failed_before:
+            failures.keeps(desk, worker, sample)
         leases.requeue(desk, sample, desk.round_of(sample), now, "lost")
     state.fleet.remove(worker, now)
     desk.router.update(worker)
@@ -198,6 +201,8 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
     for sample in held:
         sample.seen_tokens = sample.num_tokens
     if all_stall:
+        for sample in held if failures.is_unproven(desk, worker) else ():
+            failures.keeps(desk, worker, sample)
         rejoin = credit.may_rejoin(desk, worker)
         lose(desk, worker, "it has samples and brings no token", now, tell=True, rejoin=rejoin)
         return

@@ -28,7 +28,7 @@ from polyrl.scheduling.rules.seeding import StepTimes
 _ADAPT_EVERY = 8
 """Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
 _MOST_FASTER = 8.0
-"""How much faster or slower than a worker the trainer's own engines are believed to be."""
+"""The most by which the trainer's own engines are believed to be faster or slower than a worker."""
 _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 
@@ -148,7 +148,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     _take_window_in_force(desk, round_.kind, times.workers_now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = desk.ledger.tokens_kept - kept_before
-    expected = desk.lengths.mean(desk.config.max_new_tokens) if state.rules >= 7 else 0.0
+    expected = desk.lengths.mean(desk.config.max_new_tokens) if state.rules >= 8 else 0.0
     mode_left = tail_batching.watch_bias(desk.config.rounds, state.tail, round_.kind, tokens, num_samples, expected)
     line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
     state.last_line = structs.replace(line, expected_mean=expected, mode_left=mode_left)

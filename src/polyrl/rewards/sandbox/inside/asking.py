@@ -118,8 +118,9 @@ def install(line: socket.socket) -> None:
     module = types.ModuleType(values.PROGRAM)
 
     def find(name: str) -> Any:
-        if name == "__all__":
-            return asker.ask(0, "names")
+        if name == "__all__":  # asked by `import *`, which shall replace neither `abs` nor what the tests imported
+            taken = {*vars(builtins), *sys._getframe(1).f_globals}
+            return [one for one in asker.ask(0, "names") if one.isidentifier() and one not in taken]
         if name.startswith("__"):
             raise AttributeError(name)
         return asker.ask(0, "get", name)

@@ -9,6 +9,7 @@ The interpreter's own exit is imitated: threads are waited for, exit functions r
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import os
 import resource
@@ -25,10 +26,11 @@ from polyrl.rewards.sandbox.inside import frames, kernel, testing, values
 VALUE_FD = 3
 _LINE_FD = 100
 """The job's line, until the program begins. Descriptors above it are free in the zygote."""
-_PIPE_BYTES = 1 << 16
 _STACK_BYTES = 64 << 20
 _SLACK_BYTES = 256 << 20
 """Address space that is never touched: libraries, and reserves of the allocator."""
+_SIGNALS = 1024
+"""Signals and timers that wait. The kernel counts them for the user, who has other processes outside."""
 
 
 def run(given: list[int], settings: dict[str, Any]) -> NoReturn:
@@ -128,10 +130,12 @@ def _take_streams(streams: list[int]) -> None:
 
 def _take_input(data: bytes) -> None:
     """Make this the standard input: in a pipe if that holds it all, otherwise in a file without a name."""
-    if len(data) <= _PIPE_BYTES:
-        near, far = os.pipe()
+    near, far = os.pipe()
+    if len(data) <= fcntl.fcntl(far, fcntl.F_GETPIPE_SZ):  # less where processes of the same user hold many pipes
         os.write(far, data)
     else:
+        os.close(near)
+        os.close(far)
         far = os.open(".input", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         near = os.open(".input", os.O_RDONLY)
         os.unlink(".input")
@@ -182,6 +186,9 @@ def _limit(job: dict[str, Any], settings: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 1,  # 0 would still start a handler that the machine pipes core dumps to
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: _SIGNALS,
+        resource.RLIMIT_RTPRIO: 0,
+        resource.RLIMIT_NICE: 0,
         resource.RLIMIT_STACK: _STACK_BYTES,
     }
     if not settings["is_unsafe"]:  # counted over all processes of the user, of which outside there are others

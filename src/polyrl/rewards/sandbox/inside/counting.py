@@ -6,8 +6,10 @@ hold bytes that no process is charged with; each counts as if it were full. Prog
 share memory without a file, or have children that nobody waits for (seccomp.py).
 """
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -28,15 +30,19 @@ class TreeUsage(NamedTuple):
     num_processes: int
 
 
-def usage_of_namespace() -> TreeUsage:
-    """Count every process of this pid namespace, and of those below it, but process 1 and this one."""
+def pids_of_namespace() -> list[int]:
+    """Return every process of this pid namespace, and of those below it, but process 1 and this one."""
     own = ("1", str(os.getpid()))
-    found = _usage([int(name) for name in os.listdir("/proc") if name.isdigit() and name not in own])
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name not in own]
+
+
+def usage_of_namespace() -> TreeUsage:
+    found = _usage(pids_of_namespace())
     return found._replace(memory_bytes=found.memory_bytes + max(0, _num_sockets() - 1) * _SOCKET_BYTES)
 
 
-def usage_of_session(leader: int) -> TreeUsage:
-    """Count the processes of a session. Without a namespace of its own, a process can leave it."""
+def pids_of_session(leader: int) -> list[int]:
+    """Return the processes of a session. Without a namespace of its own, a process can leave it."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -45,13 +51,22 @@ def usage_of_session(leader: int) -> TreeUsage:
                     found.append(int(name))
             except OSError:
                 continue
-    return _usage(found)
+    return found
 
 
-def queued_s(pid: int) -> float:
-    """Return for how long a process could have run and had no core: it is not to blame for a busy machine."""
+def usage_of_session(leader: int) -> TreeUsage:
+    return _usage(pids_of_session(leader))
+
+
+def queued_s(pids: Iterable[int]) -> float:
+    """Return for how long any thread of these processes could have run and had no core: it is not to blame for a busy
+    machine."""
+    return max((_queued_s(path) for pid in pids for path in _threads(pid)), default=0.0)
+
+
+def _queued_s(path: str) -> float:
     try:
-        with open(f"/proc/{pid}/schedstat", "rb") as file:
+        with open(f"{path}/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
@@ -64,8 +79,7 @@ def _usage(pids: list[int]) -> TreeUsage:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
-            with open(f"/proc/{pid}/status", "rb") as file:
-                status = file.read()
+            status = _status(pid)
         except OSError:  # it has ended
             continue
         # utime and stime: of all threads. Children that were waited for are in cutime and cstime.
@@ -77,8 +91,28 @@ def _usage(pids: list[int]) -> TreeUsage:
 
 
 def _own_kb() -> int:
-    with open("/proc/self/status", "rb") as file:
-        return _private_kb(file.read())
+    return _private_kb(_status(os.getpid()))
+
+
+def _status(pid: int) -> bytes:
+    """Return what /proc says of a process. Once its first thread has ended, only the other threads tell its memory."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        status = file.read()
+    if b"RssAnon:" in status:
+        return status
+    for path in _threads(pid):
+        with contextlib.suppress(OSError), open(f"{path}/status", "rb") as file:
+            of_thread = file.read()
+            if b"RssAnon:" in of_thread:
+                return of_thread
+    return status
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return [f"/proc/{pid}/task/{one}" for one in os.listdir(f"/proc/{pid}/task")]
+    except OSError:  # it has ended
+        return []
 
 
 def _private_kb(status: bytes) -> int:

@@ -11,9 +11,17 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyrl.rewards.sandbox.inside.counting import TreeUsage, queued_s, usage_of_namespace, usage_of_session
+from polyrl.rewards.sandbox.inside.counting import (
+    TreeUsage,
+    pids_of_namespace,
+    pids_of_session,
+    queued_s,
+    usage_of_namespace,
+    usage_of_session,
+)
 
 _TICK_S = 0.02
 
@@ -52,7 +60,9 @@ def watch(pid: int, control: socket.socket, bounds: Bounds, settings: dict[str, 
         elif now - looked_at >= _TICK_S:
             usage, looked_at = _usage(pid, settings), now
             cpu_s = max(cpu_s, usage.cpu_s)
-            reason = _exceeded(usage, now - began, queued_s(pid), bounds, settings["processes"])
+            reason = _exceeded(
+                usage, now - began, lambda: queued_s(_pids(pid, settings)), bounds, settings["processes"]
+            )
     os.close(handle)
     if reason != "ended" or settings["is_unsafe"]:
         _kill(pid, settings)
@@ -67,10 +77,14 @@ def _usage(pid: int, settings: dict[str, Any]) -> TreeUsage:
     return usage_of_session(pid) if settings["is_unsafe"] else usage_of_namespace()
 
 
-def _exceeded(usage: TreeUsage, passed_s: float, queued: float, bounds: Bounds, processes: int) -> str:
+def _pids(pid: int, settings: dict[str, Any]) -> list[int]:
+    return pids_of_session(pid) if settings["is_unsafe"] else pids_of_namespace()
+
+
+def _exceeded(usage: TreeUsage, passed_s: float, queued: Callable[[], float], bounds: Bounds, processes: int) -> str:
     if usage.cpu_s > bounds.cpu_s:
         return "cpu"
-    if passed_s - queued > bounds.wall_s or passed_s > bounds.longest_s:
+    if passed_s > bounds.longest_s or (passed_s > bounds.wall_s and passed_s - queued() > bounds.wall_s):
         return "wall"
     if usage.memory_bytes > bounds.memory_bytes:
         return "memory"
