@@ -113,6 +113,8 @@ _SPOT_WAYS = ("all", "all, lag 1")
 
 
 class RunLengths(NamedTuple):
+    """Of `spot` even numbers: with a lag of one, steps come in pairs of a long and a short one."""
+
     baseline: tuple[str, ...]
     tail: tuple[str, ...]
     spot: tuple[str, ...]
@@ -121,12 +123,12 @@ class RunLengths(NamedTuple):
 SIMULATED = RunLengths(
     ("run.steps=6", "run.warmup_steps=1"),
     ("run.steps=16", "run.warmup_steps=1"),
-    ("run.steps=14", "run.warmup_steps=9"),
+    ("run.steps=20", "run.warmup_steps=10"),
 )
 EMULATED = RunLengths(
     ("run.steps=2", "run.warmup_steps=0"),
     ("run.steps=5", "run.warmup_steps=0"),
-    ("run.steps=5", "run.warmup_steps=3"),
+    ("run.steps=4", "run.warmup_steps=2"),
 )
 
 
