@@ -492,17 +492,3 @@ def test_a_local_worker_whose_connection_broke_is_told_its_turn_again(tmp_path: 
             assert (await life).ok
 
     run(scenario())
-
-
-def test_a_worker_that_is_not_local_and_says_that_it_turned_changes_nothing(tmp_path: Path):
-    async def scenario() -> None:
-        async with manager(tmp_path) as live, trainer(live) as ours, Peer(live, version=None) as peer:
-            await peer.enter()
-            digest = await ours.publish(0)
-            await peer.hear(frames.PullOrder)
-            await peer.say(frames.OnDuty("training"), frames.Installed(0, digest))
-            await ours.fleet._state(lambda seq: frames.RequestRound(seq, 0))
-            order = await peer.until_ordered()
-            await peer.say(tokens(order.lease))
-
-    run(scenario())

@@ -25,6 +25,8 @@ _RECHECK_S = 2.0
 _CROWD = 16
 """More samples than this on each worker that generates are worth coming back for."""
 _LOOKS = 2
+_SHARED = 8
+"""The first rules by which replicas that turn share what waits, and are given back by measured speeds alone."""
 
 
 def oldest_round(desk: Desk) -> Round | None:
@@ -85,7 +87,8 @@ def stop_generating(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
     desk.router.update(worker)
     for lease in list(worker.leases):
         leases.hand_over(desk, desk.leases[lease], why, now)
-    desk.place_due = desk.devices_due = True
+    desk.devices_due = True
+    desk.place_due |= desk.state.rules >= _SHARED
 
 
 def review(desk: Desk, now: Seconds) -> None:
@@ -194,7 +197,7 @@ def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> No
     if duty == "to_generating":
         stop_waiting(desk, now)
     desk.router.update(worker)
-    desk.place_due = True  # the share of each of the others is another one
+    desk.place_due |= desk.state.rules >= _SHARED  # the share of each of the others is another one
     desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
     command = StartTraining if duty == "to_training" else StartGenerating
     desk.commands.append(command(worker.name, why))
@@ -299,8 +302,8 @@ def _num_to_keep(desk: Desk, generating: list[Worker]) -> int:
 def _slowdown(desk: Desk, worker: Worker, num_running: float) -> float:
     """Return how much slower its samples become. Replicas are alike: what one was seen to need stands for another."""
     alike = [one.speed for one in (worker, *desk.state.fleet.local()) if one.speed.samples]
-    speed = alike[0] if alike and desk.state.rules >= 8 else worker.speed
+    speed = alike[0] if alike and desk.state.rules >= _SHARED else worker.speed
     before, after = speed.step_s(len(worker.leases)), speed.step_s(num_running)
     if before is None or after is None:
-        return 1.0 if desk.state.rules < 8 else math.inf
+        return 1.0 if desk.state.rules < _SHARED else math.inf
     return after / before

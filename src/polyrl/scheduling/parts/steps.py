@@ -29,6 +29,8 @@ _ADAPT_EVERY = 8
 """Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
 _MOST_FASTER = 8.0
 """The most by which the trainer's own engines are believed to be faster or slower than a worker."""
+_EXPECTED = 8
+"""The first rules by which a step's line has the mean length that is expected."""
 _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 
@@ -148,10 +150,11 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     _take_window_in_force(desk, round_.kind, times.workers_now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = desk.ledger.tokens_kept - kept_before
-    expected = desk.lengths.mean(desk.config.max_new_tokens) if state.rules >= 8 else 0.0
-    mode_left = tail_batching.watch_bias(desk.config.rounds, state.tail, round_.kind, tokens, num_samples, expected)
-    line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
-    state.last_line = structs.replace(line, expected_mean=expected, mode_left=mode_left)
+    state.last_line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
+    if state.rules >= _EXPECTED:
+        expected = desk.lengths.mean(desk.config.max_new_tokens)
+        left = tail_batching.watch_bias(desk.config.rounds, state.tail, round_.kind, tokens, num_samples, expected)
+        state.last_line = structs.replace(state.last_line, expected_mean=expected, mode_left=left)
     desk.commands.append(ReportStep(state.last_line))
     _advise(desk, times, state.last_line)
     _foresee_window(desk, round_.kind, times)
