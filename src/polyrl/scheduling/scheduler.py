@@ -23,6 +23,9 @@ from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.handlers import HANDLERS
 from polyrl.scheduling.parts import devices, episodes, leases, membership, rounds, scoring, steps, turns
 
+_LATE_IS_NOTHING = 8
+"""The first rules by which late news has nobody look again for workers of samples that failed."""
+
 
 class Saved(msgspec.Struct, frozen=True):
     config: SchedulerConfig
@@ -86,11 +89,12 @@ class Scheduler:
         desk.commands = []
         if desk.ledger.started_at is None:
             desk.ledger.started_at = now
+        num_late = desk.ledger.late_news
         HANDLERS[type(event)](desk, event, now)
         if desk.scores_due:
             desk.scores_due = False
             scoring.start_waiting(desk, now)
-        if desk.failed_wait:
+        if desk.failed_wait and (desk.ledger.late_news == num_late or desk.state.rules < _LATE_IS_NOTHING):
             desk.place_due = True
         if desk.place_due or desk.rounds_due or desk.devices_due or desk.pulls_due or desk.hosts_due:
             self._pursue(now)

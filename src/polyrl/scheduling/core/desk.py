@@ -51,7 +51,8 @@ RULES = 8
     7    what a worker without an answer brought no token of and takes with it, or lets stall, goes to those that have
          answered (membership.py)
     8    of replicas that turn to generating, the first takes its share of the samples that wait, and leaves the others
-         theirs (leases.py); none is given back before it is known how fast the others are (devices.py)
+         theirs (leases.py); none is given back before it is known how fast the others are (devices.py); late news has
+         nobody look again for workers of samples that failed (scheduler.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
