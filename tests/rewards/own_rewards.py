@@ -104,6 +104,33 @@ async def waits_for_ever(given: RewardInput) -> float:
     return 1.0
 
 
+NAP_S = 0.4
+
+
+async def naps(given: RewardInput) -> float:
+    await asyncio.sleep(NAP_S)
+    return 1.0
+
+
+_beats: list[float] = []
+_left: set[asyncio.Task[None]] = set()
+
+
+async def _beat() -> None:
+    while True:
+        _beats.append(time.monotonic())
+        await asyncio.sleep(0.02)
+
+
+async def leaves_a_task(given: RewardInput) -> float:
+    _left.add(asyncio.create_task(_beat()))
+    return 1.0
+
+
+async def beats(given: RewardInput) -> float:
+    return len(_beats)
+
+
 async def async_raises(given: RewardInput) -> float:
     raise TimeoutError("its own")
 

@@ -22,7 +22,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from polyrl.config.plugins import is_own
@@ -49,6 +49,8 @@ QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
 MAX_LOSSES = 3
 """An answer over which so many reward workers were lost has no reward for now."""
 _MAX_REASON = 2000
+_MATES_WITHIN = 4
+"""How far ahead functions are looked for that may join, in multiples of how many may run together."""
 
 
 class PoolState(NamedTuple):
@@ -225,7 +227,7 @@ class RewardPool:
         """Assign free places to waiting requests, first come first served.
 
         A choosy request that gets none is passed over, for requests that may go to a reward worker; the next free
-        process stays its own.
+        process stays its own. Processes whose turn has room are filled up behind the first that waits.
         """
         choosy: list[_Waiting] = []
         while self._queue:
@@ -242,9 +244,30 @@ class RewardPool:
                     self._assign(waiting, place)
             self._queue.popleft()
         self._queue.extendleft(reversed(choosy))
+        self._fill_turns()
+
+    def _fill_turns(self) -> None:
+        """Have async functions join those that run, past a request that waits for the process to be free.
+
+        Without that, functions that may not meet, and come in turn, would run one at a time. As many as may run
+        together may begin before the process is left to the others.
+        """
+        for place in [one for one in self._processes if one.is_usable and one.is_shared and one.num_asking]:
+            room = self._together - place.num_in_turn
+            ahead = islice(self._queue, _MATES_WITHIN * self._together) if room > 0 else ()
+            mates = [index for index, waiting in enumerate(ahead) if self._may_join(waiting, place)][: max(0, room)]
+            for index in reversed(mates):
+                self._assign(self._queue[index], place)
+                del self._queue[index]
+
+    def _may_join(self, waiting: "_Waiting", place: RewardProcess) -> bool:
+        is_async = self._is_async.get(waiting.name, False)
+        can_go = not waiting.alone and not waiting.place.done()
+        return is_async and can_go and is_own(waiting.name) == place.runs_own
 
     def _assign(self, waiting: "_Waiting", place: RewardProcess | RemotePlace) -> None:
         if isinstance(place, RewardProcess):
+            place.num_in_turn = place.num_in_turn + 1 if place.num_asking else 1
             place.num_asking += 1
             place.is_alone = waiting.alone
             place.is_shared = self._is_async.get(waiting.name, False) and not waiting.alone
