@@ -222,6 +222,10 @@ def a_reward(given: RewardInput) -> Reward:
     return Reward(2.0, {"style": 0.5})
 
 
+def finds_a_loop(given: RewardInput) -> Reward:
+    return Reward(0.25, {"cases": 0.5}, "timed_out", 1.0, False)
+
+
 def a_text_among_parts(given: RewardInput) -> dict[str, object]:
     return {"format": 1.0, "extracted": "42"}
 
