@@ -105,11 +105,16 @@ async def waits_for_ever(given: RewardInput) -> float:
 
 
 NAP_S = 0.4
+_napping: set[asyncio.Task[object] | None] = set()
 
 
 async def naps(given: RewardInput) -> float:
+    """The reward is how many nap at the end."""
+    _napping.add(asyncio.current_task())
     await asyncio.sleep(NAP_S)
-    return 1.0
+    num = len(_napping)
+    _napping.discard(asyncio.current_task())
+    return num
 
 
 _beats: list[float] = []

@@ -189,12 +189,11 @@ def test_functions_of_a_person_and_ours_that_come_in_turn_do_not_run_one_at_a_ti
     async def body(pool: RewardPool) -> float:
         ours = given("print(1)")._replace(expected="2")
         await asyncio.gather(score(pool, "naps"), pool.score("code", ours), return_exceptions=True)
-        began = asyncio.get_running_loop().time()
         mixed = [one for _ in range(8) for one in (score(pool, "naps"), pool.score("code", ours))]
-        await asyncio.gather(*mixed, return_exceptions=True)  # without bubblewrap, ours have no reward
-        return asyncio.get_running_loop().time() - began
+        found = await asyncio.gather(*mixed, return_exceptions=True)  # without bubblewrap, ours have no reward
+        return max(one for one in found if isinstance(one, float))
 
-    assert with_pool(body) < 8 * NAP_S
+    assert with_pool(body) == 8
 
 
 def test_no_stream_of_functions_keeps_a_process_from_another():

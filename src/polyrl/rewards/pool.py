@@ -49,8 +49,8 @@ QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
 MAX_LOSSES = 3
 """An answer over which so many reward workers were lost has no reward for now."""
 _MAX_REASON = 2000
-_MATES_WITHIN = 4
-"""How far ahead functions are looked for that may join, in multiples of how many may run together."""
+_LOOK_AHEAD = 64
+"""The number of waiting requests among which those are looked for that may join the ones that run."""
 
 
 class PoolState(NamedTuple):
@@ -253,9 +253,9 @@ class RewardPool:
         together may begin before the process is left to the others.
         """
         for place in [one for one in self._processes if one.is_usable and one.is_shared and one.num_asking]:
-            room = self._together - place.num_in_turn
-            ahead = islice(self._queue, _MATES_WITHIN * self._together) if room > 0 else ()
-            mates = [index for index, waiting in enumerate(ahead) if self._may_join(waiting, place)][: max(0, room)]
+            room = max(0, self._together - place.num_in_turn)
+            ahead = islice(self._queue, _LOOK_AHEAD if room else 0)
+            mates = [index for index, waiting in enumerate(ahead) if self._may_join(waiting, place)][:room]
             for index in reversed(mates):
                 self._assign(self._queue[index], place)
                 del self._queue[index]
@@ -263,7 +263,7 @@ class RewardPool:
     def _may_join(self, waiting: "_Waiting", place: RewardProcess) -> bool:
         is_async = self._is_async.get(waiting.name, False)
         can_go = not waiting.alone and not waiting.place.done()
-        return is_async and can_go and is_own(waiting.name) == place.runs_own
+        return is_async and can_go and waiting.is_own == place.runs_own
 
     def _assign(self, waiting: "_Waiting", place: RewardProcess | RemotePlace) -> None:
         if isinstance(place, RewardProcess):
@@ -271,7 +271,7 @@ class RewardPool:
             place.num_asking += 1
             place.is_alone = waiting.alone
             place.is_shared = self._is_async.get(waiting.name, False) and not waiting.alone
-            place.runs_own = is_own(waiting.name)
+            place.runs_own = waiting.is_own
             if waiting.name not in self._is_async:
                 self._first[waiting.name] = place
         waiting.place.set_result(place)
@@ -287,7 +287,7 @@ class RewardPool:
         if waiting.name not in self._is_async and waiting.name in self._first:
             return None  # async functions share a process, and each further one would load a reward model again
         usable = [one for one in self._processes if one.is_usable]
-        alike = [one for one in usable if one.runs_own == is_own(waiting.name)]
+        alike = [one for one in usable if one.runs_own == waiting.is_own]
         if self._is_async.get(waiting.name, False):
             shared = [one for one in alike if one.is_shared and 0 < one.num_asking < self._together]
             if shared:
@@ -340,6 +340,7 @@ class _Waiting:
 
     def __init__(self, name: str, place: "asyncio.Future[RewardProcess | RemotePlace]", *, alone: bool) -> None:
         self.name, self.place, self.alone = name, place, alone
+        self.is_own = is_own(name)
         self.is_suspect, self.may_travel = False, True
 
     @property

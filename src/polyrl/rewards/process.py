@@ -172,15 +172,18 @@ class RewardServer:
         loop = asyncio.get_running_loop()
         running = {loop.create_task(self._wait_for(ask, function))}
 
+        def begin(other: Ask) -> None:
+            its = self._find(other)
+            if its is not None and is_async(its) and self._side(other) is self._side(ask):
+                running.add(loop.create_task(self._wait_for(other, its)))
+            elif its is not None:  # asked after the last reply was sent: it runs when this loop has ended
+                self._next.append(other)
+
         def begin_all() -> None:
             for body in take_messages(self._buffer):
                 other = decode_request(body)
                 assert isinstance(other, Ask), "the other message is said once, first"
-                its = self._find(other)
-                if its is not None and is_async(its) and self._side(other) is self._side(ask):
-                    running.add(loop.create_task(self._wait_for(other, its)))
-                elif its is not None:  # asked after the last reply was sent: it runs when this loop has ended
-                    self._next.append(other)
+                begin(other)
 
         def hear() -> None:
             data = self._line.recv(_READ_BYTES)
@@ -192,6 +195,8 @@ class RewardServer:
             self._buffer += data
             begin_all()
 
+        for other in [self._next.popleft() for _ in range(len(self._next))]:
+            begin(other)
         begin_all()  # requests that came together with the first one: no further message may arrive before it ends
         loop.add_reader(self._line, hear)
         while running:
