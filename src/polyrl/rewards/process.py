@@ -3,7 +3,7 @@
     python -P -m polyrl.rewards.process FD          FD: a socket to the trainer
 
 Plain functions are called one at a time, without an event loop. Async functions run concurrently on an event loop, for
-as long as any of them is under way.
+as long as any of them is under way: a person's own on one, ours on another.
 
 Rules kept here: nothing heavy is imported, except by a function itself. The socket to the trainer has an unpredictable
 descriptor, and is closed in everything that a function forks or starts; printed output goes to the log that the pool
