@@ -104,6 +104,38 @@ async def waits_for_ever(given: RewardInput) -> float:
     return 1.0
 
 
+NAP_S = 0.4
+_napping: set[asyncio.Task[object] | None] = set()
+
+
+async def naps(given: RewardInput) -> float:
+    """The reward is how many nap at the end."""
+    _napping.add(asyncio.current_task())
+    await asyncio.sleep(NAP_S)
+    num = len(_napping)
+    _napping.discard(asyncio.current_task())
+    return num
+
+
+_beats: list[float] = []
+_left: set[asyncio.Task[None]] = set()
+
+
+async def _beat() -> None:
+    while True:
+        _beats.append(time.monotonic())
+        await asyncio.sleep(0.02)
+
+
+async def leaves_a_task(given: RewardInput) -> float:
+    _left.add(asyncio.create_task(_beat()))
+    return 1.0
+
+
+async def beats(given: RewardInput) -> float:
+    return len(_beats)
+
+
 async def async_raises(given: RewardInput) -> float:
     raise TimeoutError("its own")
 
@@ -193,6 +225,10 @@ def score_and_parts(given: RewardInput) -> dict[str, float]:
 
 def a_reward(given: RewardInput) -> Reward:
     return Reward(2.0, {"style": 0.5})
+
+
+def finds_a_loop(given: RewardInput) -> Reward:
+    return Reward(0.25, {"cases": 0.5}, "timed_out", 1.0, False)
 
 
 def a_text_among_parts(given: RewardInput) -> dict[str, object]:

@@ -159,3 +159,13 @@ def test_a_reward_worker_has_the_recipes_time_to_start_before_it_is_sent_away():
         asked.cancel()
 
     with_pool(body, processes=0, surroundings=Surroundings(start_s=300.0))
+
+
+@pytest.mark.parametrize(("rule", "score"), [(None, 0.25), (-0.5, -0.5)])
+def test_a_program_that_loops_is_scored_by_the_recipes_rule(rule: float | None, score: float):
+    async def body(pool: RewardPool) -> Reward:
+        return await weighing.score(
+            pool, [WeightedReward(function="own_rewards:finds_a_loop", timeout_score=rule)], given()
+        )
+
+    assert with_pool(body) == Reward(score, {"cases": 0.5}, "timed_out", 1.0, False)

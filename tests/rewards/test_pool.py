@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.rewards.own_rewards import NAP_S
 
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
@@ -180,6 +181,53 @@ def test_an_async_function_of_a_person_runs_beside_none_of_ours(processes: int):
         return found
 
     assert with_pool(body, processes) == (processes, 2 - processes)
+
+
+def test_functions_of_a_person_and_ours_that_come_in_turn_do_not_run_one_at_a_time():
+    """Where they take turns, a turn is for as many as may run together."""
+
+    async def body(pool: RewardPool) -> float:
+        ours = given("print(1)")._replace(expected="2")
+        await asyncio.gather(score(pool, "naps"), pool.score("code", ours), return_exceptions=True)
+        mixed = [one for _ in range(8) for one in (score(pool, "naps"), pool.score("code", ours))]
+        found = await asyncio.gather(*mixed, return_exceptions=True)  # without bubblewrap, ours have no reward
+        return max(one for one in found if isinstance(one, float))
+
+    assert with_pool(body) == 8
+
+
+def test_no_stream_of_functions_keeps_a_process_from_another():
+    async def body(pool: RewardPool) -> int:
+        await score(pool, "naps")
+        num_done = 0
+
+        async def naps() -> None:
+            nonlocal num_done
+            while True:
+                await score(pool, "naps")
+                num_done += 1
+
+        stream = [asyncio.create_task(naps()) for _ in range(24)]
+        await asyncio.sleep(NAP_S / 2)
+        await asyncio.wait_for(score(pool, "length"), 20.0)
+        for one in stream:
+            one.cancel()
+        await asyncio.gather(*stream, return_exceptions=True)
+        return num_done
+
+    assert with_pool(body) <= 24 + 16
+
+
+def test_what_a_function_leaves_in_its_event_loop_does_not_run_beside_ours():
+    async def body(pool: RewardPool) -> tuple[float, float]:
+        await score(pool, "leaves_a_task")
+        before = await score(pool, "beats")
+        ours = given("import time; time.sleep(0.5)")._replace(expected="2")
+        await asyncio.gather(pool.score("code", ours), return_exceptions=True)
+        return before, await score(pool, "beats")
+
+    before, after = with_pool(body)
+    assert after - before <= 1
 
 
 def test_every_process_fills_up_with_async_functions_from_the_first_answers_on():

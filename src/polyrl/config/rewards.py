@@ -46,8 +46,9 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache: bool = True
     """Score the same answer to the same prompt once. Off is for functions that draw lots."""
     timeout_score: RewardNumber | None = None
-    """The score of an answer at which the function runs into its time limit. None: such an answer has no reward, unless
-    it used up the CPU time of `rewards.adaptive`, which is worth 0."""
+    """The score of an answer whose program loops, or at which the function runs into its time limit. None: a program
+    that loops has the function's score, 0 for code; at its own limit a function has no reward, unless the answer used
+    up the CPU time of `rewards.adaptive`, which is worth 0."""
     whole_group: bool = False
     """Call the function once with all answers to a prompt, a `RewardGroup`, for a list of rewards."""
 

@@ -173,6 +173,8 @@ class RewardProcess(asyncio.Protocol):
         """Why the process cannot be asked any more; empty while it can."""
         self.num_asking = 0
         """The number of answers that the pool has assigned to it."""
+        self.num_in_turn = 0
+        """The number of answers that it was assigned since it last had none."""
         self.is_alone = False
         """Whether it has one answer, and may get no other beside it."""
         self.is_shared = False

@@ -22,7 +22,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from polyrl.config.plugins import is_own
@@ -49,6 +49,8 @@ QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
 MAX_LOSSES = 3
 """An answer over which so many reward workers were lost has no reward for now."""
 _MAX_REASON = 2000
+_LOOK_AHEAD = 64
+"""The number of waiting requests among which those are looked for that may join the ones that run."""
 
 
 class PoolState(NamedTuple):
@@ -225,7 +227,7 @@ class RewardPool:
         """Assign free places to waiting requests, first come first served.
 
         A choosy request that gets none is passed over, for requests that may go to a reward worker; the next free
-        process stays its own.
+        process stays its own. Processes whose turn has room are filled up behind the first that waits.
         """
         choosy: list[_Waiting] = []
         while self._queue:
@@ -242,13 +244,34 @@ class RewardPool:
                     self._assign(waiting, place)
             self._queue.popleft()
         self._queue.extendleft(reversed(choosy))
+        self._fill_turns()
+
+    def _fill_turns(self) -> None:
+        """Have async functions join those that run, past a request that waits for the process to be free.
+
+        Without that, functions that may not meet, and come in turn, would run one at a time. As many as may run
+        together may begin before the process is left to the others.
+        """
+        for place in [one for one in self._processes if one.is_usable and one.is_shared and one.num_asking]:
+            room = max(0, self._together - place.num_in_turn)
+            ahead = islice(self._queue, _LOOK_AHEAD if room else 0)
+            mates = [index for index, waiting in enumerate(ahead) if self._may_join(waiting, place)][:room]
+            for index in reversed(mates):
+                self._assign(self._queue[index], place)
+                del self._queue[index]
+
+    def _may_join(self, waiting: "_Waiting", place: RewardProcess) -> bool:
+        is_async = self._is_async.get(waiting.name, False)
+        can_go = not waiting.alone and not waiting.place.done()
+        return is_async and can_go and waiting.is_own == place.runs_own
 
     def _assign(self, waiting: "_Waiting", place: RewardProcess | RemotePlace) -> None:
         if isinstance(place, RewardProcess):
+            place.num_in_turn = place.num_in_turn + 1 if place.num_asking else 1
             place.num_asking += 1
             place.is_alone = waiting.alone
             place.is_shared = self._is_async.get(waiting.name, False) and not waiting.alone
-            place.runs_own = is_own(waiting.name)
+            place.runs_own = waiting.is_own
             if waiting.name not in self._is_async:
                 self._first[waiting.name] = place
         waiting.place.set_result(place)
@@ -264,7 +287,7 @@ class RewardPool:
         if waiting.name not in self._is_async and waiting.name in self._first:
             return None  # async functions share a process, and each further one would load a reward model again
         usable = [one for one in self._processes if one.is_usable]
-        alike = [one for one in usable if one.runs_own == is_own(waiting.name)]
+        alike = [one for one in usable if one.runs_own == waiting.is_own]
         if self._is_async.get(waiting.name, False):
             shared = [one for one in alike if one.is_shared and 0 < one.num_asking < self._together]
             if shared:
@@ -317,6 +340,7 @@ class _Waiting:
 
     def __init__(self, name: str, place: "asyncio.Future[RewardProcess | RemotePlace]", *, alone: bool) -> None:
         self.name, self.place, self.alone = name, place, alone
+        self.is_own = is_own(name)
         self.is_suspect, self.may_travel = False, True
 
     @property

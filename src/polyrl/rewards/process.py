@@ -3,7 +3,7 @@
     python -P -m polyrl.rewards.process FD          FD: a socket to the trainer
 
 Plain functions are called one at a time, without an event loop. Async functions run concurrently on an event loop, for
-as long as any of them is under way.
+as long as any of them is under way: a person's own on one, ours on another.
 
 Rules kept here: nothing heavy is imported, except by a function itself. The socket to the trainer has an unpredictable
 descriptor, and is closed in everything that a function forks or starts; printed output goes to the log that the pool
@@ -28,6 +28,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from polyrl.config.plugins import is_own
 from polyrl.errors import ConfigError, one_line, plain, shorten
 from polyrl.parent import end_with_parent
 from polyrl.rewards.groups import check_annotation, check_values, make_group
@@ -68,6 +69,25 @@ _FIRST_HIDDEN, _LAST_HIDDEN = 200, 900
 """The range of the socket's descriptor: high enough that no program uses it by accident."""
 
 
+class _Side:
+    """The event loop and the objects of a person's own functions, or those of ours.
+
+    The loop is kept, since functions may keep objects that belong to it. Tasks that a function left in it go on only
+    while a function of the same side runs.
+    """
+
+    def __init__(self) -> None:
+        self.objects = RewardObjects()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            import asyncio
+
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(work)
+
+
 class RewardServer:
     """Answers requests until the other side is gone."""
 
@@ -76,9 +96,8 @@ class RewardServer:
         self._buffer = bytearray()
         self._pid = os.getpid()
         self._functions: dict[str, RewardFunction] = {}
-        self._objects = RewardObjects()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop of the async functions. It is kept, since they may keep objects that belong to it."""
+        self._sides = {True: _Side(), False: _Side()}
+        """Whose functions they are: a person's own, or ours."""
         self._next: deque[Ask] = deque()
 
     def serve(self) -> None:
@@ -93,8 +112,9 @@ class RewardServer:
                     _set_up(request)
                 else:
                     self._answer(request)
-        if self._objects.closes:
-            self._on_loop(self._objects.close())
+        for side in self._sides.values():
+            if side.objects.closes:
+                side.run(side.objects.close())
 
     def _answer(self, ask: Ask) -> None:
         function = self._find(ask)
@@ -103,7 +123,7 @@ class RewardServer:
         if ask.given is None:
             self._say(_checked(ask, function))
         elif is_async(function):
-            self._on_loop(self._answer_together(ask, function))
+            self._side(ask).run(self._answer_together(ask, function))
             while self._next:
                 self._answer(self._next.popleft())
         else:
@@ -112,20 +132,21 @@ class RewardServer:
     def _call(self, ask: Ask, function: RewardFunction) -> Reply:
         try:
             if inspect.isclass(function):
-                called = self._on_loop(self._objects.ready(ask.function, function, ask.arguments))
+                side = self._side(ask)
+                called = side.run(side.objects.ready(ask.function, function, ask.arguments))
             else:
                 called = partial(function, **ask.arguments)
-            self._say(Began(ask.nonce, False, self._objects.closes))
+            self._say(Began(ask.nonce, False, self._closes))
             return _timed(ask, called)
         except BaseException as error:  # noqa: BLE001  a function may raise anything, SystemExit too
             return _failure(ask, error)
 
-    def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        if self._loop is None:
-            import asyncio
+    def _side(self, ask: Ask) -> _Side:
+        return self._sides[is_own(ask.function)]
 
-            self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(work)
+    @property
+    def _closes(self) -> bool:
+        return any(side.objects.closes for side in self._sides.values())
 
     def _find(self, ask: Ask) -> RewardFunction | None:
         function = self._functions.get(ask.function)
@@ -144,22 +165,25 @@ class RewardServer:
     async def _answer_together(self, ask: Ask, function: RewardFunction) -> None:
         """Run this async function, and others that are requested before the last one has ended.
 
-        The pool does not mix plain functions in.
+        The pool mixes in neither plain functions nor the other side's.
         """
         import asyncio
 
         loop = asyncio.get_running_loop()
         running = {loop.create_task(self._wait_for(ask, function))}
 
+        def begin(other: Ask) -> None:
+            its = self._find(other)
+            if its is not None and is_async(its) and self._side(other) is self._side(ask):
+                running.add(loop.create_task(self._wait_for(other, its)))
+            elif its is not None:  # asked after the last reply was sent: it runs when this loop has ended
+                self._next.append(other)
+
         def begin_all() -> None:
             for body in take_messages(self._buffer):
                 other = decode_request(body)
                 assert isinstance(other, Ask), "the other message is said once, first"
-                its = self._find(other)
-                if its is not None and is_async(its):
-                    running.add(loop.create_task(self._wait_for(other, its)))
-                elif its is not None:  # asked after the last reply was sent: it runs when this loop has ended
-                    self._next.append(other)
+                begin(other)
 
         def hear() -> None:
             data = self._line.recv(_READ_BYTES)
@@ -171,6 +195,8 @@ class RewardServer:
             self._buffer += data
             begin_all()
 
+        for other in [self._next.popleft() for _ in range(len(self._next))]:
+            begin(other)
         begin_all()  # requests that came together with the first one: no further message may arrive before it ends
         loop.add_reader(self._line, hear)
         while running:
@@ -184,9 +210,9 @@ class RewardServer:
         limit = asyncio.timeout(None)
         reply: Reply
         try:
-            called = await self._objects.ready(ask.function, function, ask.arguments)
+            called = await self._side(ask).objects.ready(ask.function, function, ask.arguments)
             async with places_of(called):
-                self._say(Began(ask.nonce, True, self._objects.closes))
+                self._say(Began(ask.nonce, True, self._closes))
                 async with limit:
                     limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
                     value: Any = await called(_given(ask))

@@ -106,14 +106,24 @@ async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput, 
         assert given.episode is not None, "the recipe has it for episodes alone"
         return Reward(given.episode.reward, given.episode.parts)
     make = partial(pool.score, one.function, given, one.args)
-    return await _scored(one, given, make, None if one.function in QUICK else once, lambda reward: reward)
+    return _by_rule(
+        one, await _scored(one, given, make, None if one.function in QUICK else once, lambda reward: reward)
+    )
 
 
 async def _score_group_by(
     pool: RewardPool, one: WeightedReward, group: RewardGroup, once: ScoredOnce | None
 ) -> list[Reward | None]:
     make = partial(pool.score_group, one.function, group, one.args)
-    return await _scored(one, group, make, once, lambda reward: [reward] * len(group.answers))
+    found = await _scored(one, group, make, once, lambda reward: [reward] * len(group.answers))
+    return [None if reward is None else _by_rule(one, reward) for reward in found]
+
+
+def _by_rule(one: WeightedReward, reward: Reward) -> Reward:
+    """Return the reward with the score that the recipe gives to answers that took too long, if it gives one."""
+    if reward.outcome != "timed_out" or one.timeout_score is None:
+        return reward
+    return reward._replace(score=one.timeout_score)
 
 
 async def _scored(
@@ -132,7 +142,7 @@ async def _scored(
     except RewardTimedOut as error:
         is_wrong = bool(error.cpu_s) or one.timeout_score is not None
         if is_wrong:  # the answer's doing, as far as anybody can tell
-            return for_all(Reward(one.timeout_score or 0.0, outcome="timed_out", cpu_s=error.cpu_s or None))
+            return for_all(Reward(outcome="timed_out", cpu_s=error.cpu_s or None))
         raise RewardTimedOut(f"{one.function}: {error}") from error
     except (RewardFailed, RewardUnavailable, RewardStops) as error:
         raise type(error)(f"{one.function}: {error}") from error
