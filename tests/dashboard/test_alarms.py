@@ -19,6 +19,7 @@ def names(series: dict[str, list[float]]) -> list[str]:
         ("reward/mean", [0.1] * 5 + [0.8] * 10 + [0.15] * 6, "reward collapsed"),
         ("actor/entropy", [1.0] * 10 + [0.01] * 6, "entropy gone"),
         ("actor/grad_norm", [0.3] * 30 + [9.0], "gradient spike"),
+        ("actor/grad_norm", [0.3] * 5 + [0.0] * 5, "nothing learned"),
         ("actor/mismatch_kl", [0.001] * 10 + [0.2] * 6, "mismatch"),
         ("token/response_length/mean", [100.0] * 10 + [900.0] * 6, "length drift"),
         ("token/response_length/mean", [100.0] * 10 + [9.0] * 6, "length drift"),
@@ -35,6 +36,14 @@ def test_a_run_that_learns_raises_none():
     noisy = [one + (0.1 if step % 2 else -0.1) for step, one in enumerate(rising)]
     falling = [1.0 - 0.01 * step for step in range(40)]
     assert names({"reward/mean": noisy, "actor/entropy": falling, "actor/grad_norm": STEADY}) == []
+
+
+def test_a_run_that_learns_nothing_is_told_whether_its_rewards_are_low_or_all_won():
+    (found,) = alarms.of_metrics({"actor/grad_norm": [0.0] * 6, "reward/mean": [0.0] * 6, "time/step_total": [2.0] * 6})
+    assert "the last 6 steps" in found.what and found.costs == "12.0 s in those steps" and "easier" in found.do
+    (found,) = alarms.of_metrics({"actor/grad_norm": [0.3] + [0.0] * 6, "reward/mean": [1.0] * 7})
+    assert "the last 6 steps" in found.what and "harder" in found.do
+    assert names({"actor/grad_norm": [0.0, 0.3, 0.0, 0.3, 0.0, 0.0]}) == []
 
 
 def test_answers_that_agree_are_no_trouble_where_all_is_solved():

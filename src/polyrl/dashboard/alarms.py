@@ -48,6 +48,7 @@ class Alarm(NamedTuple):
 def of_metrics(series: Series) -> Iterator[Alarm]:
     """Yield the alarms of a run's metrics."""
     yield from _reward(series)
+    yield from _nothing_learned(series)
     if fmean(series.get("reward/mean", ())[-_FEW:] or (0.0,)) < _SOLVED:  # where all is solved, answers may agree
         yield from _entropy(series.get("actor/entropy", ()))
     yield from _gradient(series.get("actor/grad_norm", ()))
@@ -70,6 +71,21 @@ def _reward(series: Series) -> Iterator[Alarm]:
             f"{_spent(series, num)} since the best steps, {num} steps ago",
             "read the newest answers; go back to a checkpoint with a lower learning rate",
         )
+
+
+def _nothing_learned(series: Series) -> Iterator[Alarm]:
+    norms, means = series.get("actor/grad_norm", ()), series.get("reward/mean", ())
+    num = next((place for place, one in enumerate(reversed(norms)) if one), len(norms))
+    if num < _FEW:
+        return
+    mean = fmean(means[-num:]) if means else 0.0
+    yield Alarm(
+        "nothing learned",
+        f"the gradient was 0 in the last {num} steps: all answers to a prompt have the same reward, mean {mean:.3g}",
+        f"{_spent(series, num)} in those steps",
+        "hold rewards against expected answers, in Rollouts: a reward function that is wrong looks like this; "
+        f"if it is right, use {'harder' if mean >= _SOLVED else 'easier'} prompts or more answers to each",
+    )
 
 
 def _spent(series: Series, num_steps: int) -> str:

@@ -13,7 +13,7 @@ export function open(place, state) {
   const fields = {
     step: h("input", { type: "number", min: "0", "aria-label": "Step", placeholder: "newest" }),
     task: h("select", { "aria-label": "Task" }),
-    outcome: select({ "": "all", stop: "ended", length: "cut off", trained: "trained", rejected: "taught nothing", open: "not trained yet" }, "Outcome"),
+    outcome: select({ "": "all", stop: "ended", length: "cut off", trained: "trained", rejected: "left out", open: "not trained yet" }, "Outcome"),
     worker: h("select", { "aria-label": "Worker" }),
     low: h("input", { type: "number", step: "any", "aria-label": "Lowest reward" }),
     high: h("input", { type: "number", step: "any", "aria-label": "Highest reward" }),
