@@ -74,7 +74,7 @@ function askForToken() {
   const use = () => { setToken(input.value.trim()); location.reload(); };
   place.replaceChildren(
     h("h2", {}, "A token is needed"),
-    h("p", {}, "Open the link that `polyrl dash RUN` prints, or paste the text of RUN/view.token."),
+    h("p", {}, "Open the link that ", h("code", {}, "polyrl dash RUN"), " prints, or paste the text of RUN/view.token."),
     h("p", {}, input, " ", h("button", { type: "button", onclick: use }, "Look")),
   );
   input.addEventListener("keydown", (event) => { if (event.key === "Enter") use(); });

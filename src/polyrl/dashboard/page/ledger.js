@@ -16,7 +16,7 @@ export function open(place, state) {
         h("div", { class: "cards" }, [["trainer", told.usd.trainer], ["workers", told.usd.workers], ["hosts", told.usd.hosts], ["reward workers", told.usd.reward_workers], ["in all", told.usd.total], ["a step", told.usd.per_step], ["a million tokens", told.usd.per_mtok]]
           .map(([title, usd]) => h("div", { class: "card" }, h("span", {}, title), h("b", {}, dollars(usd))))),
         h("div", { class: "two" }, became("Prompts", told.prompts), became("Samples", told.samples), became("Tokens", told.tokens), became("Episodes", told.episodes), became("Dollars", told.dollars, dollars)),
-        h("h2", {}, "As `polyrl ledger` prints it"), h("pre", { class: "ledger", tabindex: "0" }, shown(told.text)));
+        h("h2", {}, "As ", h("code", {}, "polyrl ledger"), " prints it"), h("pre", { class: "ledger", tabindex: "0" }, shown(told.text)));
     } catch (error) {
       body.replaceChildren(h("p", { class: "error" }, error.message));
     }
