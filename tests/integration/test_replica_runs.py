@@ -59,7 +59,11 @@ def test_replicas_generate_side_by_side_and_one_is_handed_back_to_training_while
     model: Path, tmp_path: Path
 ):
     eager = ("hand_back.enabled=true", "hand_back.max_slowdown=8")
-    train(model, tmp_path, "train.steps=4", "train.replicas=2", "--ranks", "2", *eager, *TAIL)
+    long = (
+        "rounds.samples_per_prompt=32",
+        "rollout.max_new_tokens=480",
+    )  # no device is given back before speeds are known
+    train(model, tmp_path, "train.steps=8", "train.replicas=2", "--ranks", "2", *eager, *TAIL, *long)
     wrote, trained, early = set[str](), set[str](), 0
     is_open = False
     for one in told(tmp_path):
