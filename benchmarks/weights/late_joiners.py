@@ -41,7 +41,7 @@ def _start(net: Star, stack: ExitStack, num_bytes: int) -> tuple[Node, list[Node
 
 
 def _spread(trainer: Node, workers: list[Node], way: Literal["chain", "swarm"]) -> dict[str, Any]:
-    offer = trainer.ask(do="publish")
+    offer = trainer.request(do="publish")
     start = time.perf_counter()
     for index, worker in enumerate(workers):
         others = [one.addresses[0] for one in workers if one is not worker]
@@ -53,6 +53,6 @@ def _spread(trainer: Node, workers: list[Node], way: Literal["chain", "swarm"]) 
     errors = [one["error"] for one in said if one["error"]]
     if errors:
         raise RuntimeError(f"a worker of the bench has no weights: {errors[0]}")
-    sent = trainer.ask(do="tell")["num_bytes_sent"] - offer["num_bytes_sent"]
+    sent = trainer.request(do="tell")["num_bytes_sent"] - offer["num_bytes_sent"]
     cpu_s = sum(one["cpu_s"] for one in said)
     return {"s": round(took_s, 2), "copies_sent": round(sent / offer["num_bytes"], 3), "workers_cpu_s": round(cpu_s, 2)}

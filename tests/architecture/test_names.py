@@ -74,6 +74,54 @@ def test_a_word_of_the_glossary_names_one_type():
     assert {"sample", "group", "round", "step", "worker", "engine", "event", "command"} <= found.keys()
 
 
+OF_ONE_MEANING = {
+    "turn": r"hosts/|starters/(agents|environments)|scheduling/(core|parts/turns|rules/play_limits)|manager/to_hosts"
+    r"|wire/(control|host_frames)|run/(trying|validation_desk)|bench/(conversations|episodes)|cli/status",
+    "ask": r"manager/(asking|openapi|serving/|http)|scheduling/parts/asking",
+}
+"""Words that other projects use for several things: by word, the files whose names may have it, in its one meaning."""
+A_VERB = {"take_turns", "turn_away"}
+
+
+def names_made_by(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of functions, classes, arguments, attributes and variables that a module makes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case _:
+                pass
+
+
+def words_of(name: str) -> set[str]:
+    """Return the words of a name, the plural as the singular: `NumTurns` and `num_turns` are num and turn."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+    return {word.removesuffix("s") for word in words}
+
+
+def test_a_word_with_one_meaning_is_in_no_other_name():
+    assert OF_ONE_MEANING.keys() - {"ask"} <= set(glossary()) and "asked" in glossary()
+    elsewhere = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in names_made_by(ast.parse(path.read_text()))
+        for word, where in OF_ONE_MEANING.items()
+        if word in words_of(name) and name not in A_VERB and not re.match(where, str(path.relative_to(PACKAGE)))
+    }
+    assert not elsewhere, "\n".join(sorted(elsewhere))
+
+
+def test_variables_that_hold_tokens_are_not_called_text():
+    texts = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in re.findall(r"\b(\w*texts?): \"?(?:Sequence\[)?SampleTokens", path.read_text())
+    }
+    assert not texts
+
+
 def test_what_the_desk_holds_is_reached_through_the_desk_alone():
     checked = [path for path in PACKAGE.rglob("*.py") if path.name not in ("desk.py", "invariants.py")]
     texts = {path: path.read_text() for path in checked}

@@ -160,7 +160,7 @@ def test_a_trainer_killed_at_random_leaves_its_workers_with_what_they_held():
         peer = on.peer(settings=settings, key=NODE_KEY)
         for _ in range(12):
             with Node("serve", node_settings, num_bytes) as trainer:
-                offer = trainer.ask(do="publish")
+                offer = trainer.request(do="publish")
                 timer = threading.Timer(rng.uniform(0.0, 0.15), trainer.process.kill)
                 timer.start()
                 held = peer.held
@@ -172,7 +172,7 @@ def test_a_trainer_killed_at_random_leaves_its_workers_with_what_they_held():
                     assert peer.held == held
                 timer.join()
         with Node("serve", node_settings, num_bytes) as trainer:
-            offer = trainer.ask(do="publish")
+            offer = trainer.request(do="publish")
             peer.pull(offer["version"], offer["digest"], trainer.addresses, 20).close()
             assert peer.held == (offer["version"], offer["digest"])
 
@@ -188,12 +188,12 @@ def test_workers_use_the_interface_that_they_are_assigned():
     with star(2, 1000, num_networks=2) as net, Node("serve", both, num_bytes, net.inside(0)) as trainer:
         hosts = [address.rpartition(":")[0] for address in trainer.addresses]
         assert hosts == [net.address(0, 0), net.address(0, 1)]
-        offer = trainer.ask(do="publish")
+        offer = trainer.request(do="publish")
         for number in range(4):
             before = [net.received_bytes(1, network) for network in (0, 1)]
             with Node("pull", both, number, net.inside(1)) as worker:
                 wish = {"version": offer["version"], "digest": offer["digest"], "deadline_s": 30}
-                assert not worker.ask(addresses=trainer.addresses, **wish)["error"]
+                assert not worker.request(addresses=trainer.addresses, **wish)["error"]
             after = [net.received_bytes(1, network) for network in (0, 1)]
             moved = [now - then for now, then in zip(after, before, strict=True)]
             assert moved[number % 2] > num_bytes and moved[1 - number % 2] < num_bytes / 100
@@ -217,11 +217,11 @@ def test_an_interface_that_cannot_be_reached_is_not_waited_for():
     num_bytes = 8 << 20
     both = WeightSettings(interfaces=("10.203.0.0/24", "10.203.1.0/24"), num_deltas=0, shared_memory=False)
     with star(2, 1000, num_networks=2) as net, Node("serve", both, num_bytes, net.inside(0)) as trainer:
-        offer = trainer.ask(do="publish")
+        offer = trainer.request(do="publish")
         down = net.inside(0, "ip", "link", "set", "net1", "down")
         subprocess.run(down, check=True, timeout=20)
         only = replace(both, interfaces=("10.203.0.0/24",))
         with Node("pull", only, 1, net.inside(1)) as worker:
             wish = {"version": offer["version"], "digest": offer["digest"], "deadline_s": 30}
-            said = worker.ask(addresses=trainer.addresses, **wish)
+            said = worker.request(addresses=trainer.addresses, **wish)
             assert not said["error"] and said["took_s"] < 8

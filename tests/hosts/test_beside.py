@@ -23,7 +23,7 @@ def test_a_loop_that_stands_still_is_found_with_the_line_where_it_stands():
         thread = threading.Thread(target=other.run_forever)
         thread.start()
         watch = LoopWatch(other, thread.ident or 0)
-        watch.ask()
+        watch.probe()
         await asyncio.sleep(0.2)
         assert watch.stuck_s == 0.0
         blocked = asyncio.run_coroutine_threadsafe(wait_without_await(), other)

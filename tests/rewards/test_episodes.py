@@ -11,7 +11,7 @@ from polyrl.errors import ConfigError
 from polyrl.rewards import messages
 from polyrl.rewards.groups import AnswerFacts, make_group, take_apart
 from polyrl.rewards.judging.questions import JudgeArgs, Questions
-from polyrl.rewards.messages import Ask, decode_request, take_messages
+from polyrl.rewards.messages import FunctionRequest, decode_request, take_messages
 from polyrl.rewards.reward import CallText, RewardEpisode, RewardInput, ToolUse
 from polyrl.run.conversations import Conversations
 from polyrl.run.task_contract import Answered
@@ -62,9 +62,9 @@ def test_an_answer_to_a_prompt_is_told_as_ever(conversations: Conversations):
 def test_an_episode_travels_to_a_process_and_back_whole():
     episode = RewardEpisode([CallText("a", "b", [ToolUse("add", "{}")], "length", -1)], 1.0, {"x": 2.0})
     given = RewardInput("a", "b", "", {}, "length", 1, episode=episode)
-    (body,) = take_messages(bytearray(messages.encode(Ask(b"n", "k", "f", {}, given, 1.0))))
+    (body,) = take_messages(bytearray(messages.encode(FunctionRequest(b"n", "k", "f", {}, given, 1.0))))
     read = decode_request(body)
-    assert isinstance(read, Ask) and read.given is not None and read.given.episode is not None
+    assert isinstance(read, FunctionRequest) and read.given is not None and read.given.episode is not None
     assert read.given.episode.calls[0].tool_calls[0] == ToolUse("add", "{}")
     assert read.given.conversation == given.conversation and read.given.episode.parts == {"x": 2.0}
     shared, facts = take_apart(make_group(given, [AnswerFacts("b", "stop", 1, episode)]))

@@ -14,7 +14,7 @@ from tests.rewards.judge_server import USAGE, Act, Asked, StandIn, stand_in
 
 from polyrl.config.load import build
 from polyrl.config.recipe_files import load_recipe
-from polyrl.config.rewards import ASKS_MODEL, OWN_SANDBOX, STAYS, RewardsSection, WeightedReward
+from polyrl.config.rewards import JUDGED_BY_MODEL, OWN_SANDBOX, STAYS, RewardsSection, WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.judge import Judge
@@ -452,13 +452,13 @@ def test_every_argument_is_in_a_table_of_the_guide():
     assert named == {*JudgeArgs.__struct_fields__, *RewardModelArgs.__struct_fields__}
 
 
-@pytest.mark.parametrize("function", ASKS_MODEL)
+@pytest.mark.parametrize("function", JUDGED_BY_MODEL)
 def test_a_judge_and_a_reward_model_are_for_single_answers(function: str):
     with pytest.raises(ValueError, match=f"^whole_group: {function} scores one answer"):
         WeightedReward(function=function, whole_group=True)
 
 
-@pytest.mark.parametrize("function", ASKS_MODEL)
+@pytest.mark.parametrize("function", JUDGED_BY_MODEL)
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_judge_and_a_reward_model_are_refused_in_a_sandbox_wherever_it_is(function: str, processes: int):
     settings = [f"data.reward={function}", "rewards.sandbox=true", f"rewards.processes={processes}"]
@@ -473,6 +473,6 @@ def test_a_judge_is_refused_where_reward_workers_alone_score(function: str):
 
 
 def test_names_in_settings_are_those_of_the_functions():
-    assert {OURS[name] for name in (*OWN_SANDBOX, *ASKS_MODEL) if name in OURS} == {
-        name for name in (*OWN_SANDBOX, *ASKS_MODEL) if name not in OURS
+    assert {OURS[name] for name in (*OWN_SANDBOX, *JUDGED_BY_MODEL) if name in OURS} == {
+        name for name in (*OWN_SANDBOX, *JUDGED_BY_MODEL) if name not in OURS
     }

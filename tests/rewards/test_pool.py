@@ -17,7 +17,7 @@ from tests.rewards.own_rewards import NAP_S
 
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
-from polyrl.rewards.messages import Ask, Began, Reply, RewardSetup, decode_reply, encode, take_messages
+from polyrl.rewards.messages import Began, FunctionRequest, Reply, RewardSetup, decode_reply, encode, take_messages
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
 from polyrl.run.event_loop import run_loop
@@ -262,7 +262,7 @@ def test_async_functions_that_are_asked_for_in_one_breath_run_beside_each_other(
     """Whatever the process reads together with the first of them waits for nobody."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno())]
-    asks = [Ask(bytes([n]), "reward", "own_rewards:waits_for_ever", {}, given(), 3600.0) for n in range(8)]
+    asks = [FunctionRequest(bytes([n]), "reward", "own_rewards:waits_for_ever", {}, given(), 3600.0) for n in range(8)]
     with ours, theirs, subprocess.Popen(command, pass_fds=(theirs.fileno(),)) as process:
         try:
             ours.settimeout(20.0)

@@ -204,7 +204,7 @@ def test_training_s_turn_is_measured_and_what_it_did_not_train_of_it_it_was_idle
     async def scenario() -> None:
         devices = Devices(Engine())
         await asyncio.sleep(0.02)
-        assert devices.turn.seconds == 0.0
+        assert devices.training.seconds == 0.0
         began = time.monotonic()
         await devices.set_duty("training")
         await devices.set_duty("training")  # said twice
@@ -213,7 +213,7 @@ def test_training_s_turn_is_measured_and_what_it_did_not_train_of_it_it_was_idle
         await devices.set_duty("generating")
         ended = time.monotonic()
         await asyncio.sleep(0.02)
-        assert 0.02 <= devices.turn.seconds - devices.trained_s <= devices.turn.seconds <= ended - began
+        assert 0.02 <= devices.training.seconds - devices.trained_s <= devices.training.seconds <= ended - began
         assert devices.trained_s >= 0.02
         devices.close()
 

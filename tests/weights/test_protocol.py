@@ -12,10 +12,10 @@ OURS, THEIRS, NODE = b"c" * 32, b"s" * 32, b"n" * 16
 NAME = "ab" * 32
 DIALOGUE = [
     protocol.frame(FrameKind.CATALOG),
-    protocol.ask(FrameKind.MANIFEST, NAME),
+    protocol.request(FrameKind.MANIFEST, NAME),
     protocol.have(NAME, 7, 1.5),
     protocol.get(NAME, 3, 2),
-    protocol.ask(FrameKind.PASS, NAME),
+    protocol.request(FrameKind.PASS, NAME),
 ]
 
 

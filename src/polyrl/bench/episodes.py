@@ -141,7 +141,7 @@ class ChildProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
 
-    async def ask(self, wish: dict[str, Any]) -> dict[str, Any]:
+    async def request(self, wish: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(wish) + b"\n")
         return await self.hear()
@@ -246,7 +246,7 @@ class Rig:
         num = self.work.num_conversations
         self._step += 1
         wish = {"phase": phase, "first": 10_000_000 + self._step * num, "count": num}
-        said = await self.straight.ask(wish)
+        said = await self.straight.request(wish)
         self.straight_cpu_s = said["cpu_s"]
         return [TimedTurn(*one) for one in said["turns"]]
 
@@ -280,11 +280,11 @@ async def _measure(work: EpisodeWork, talk: Talk, folder: Path) -> dict[str, Any
             alone_cpu_s = rig.straight_cpu_s
             alone = read_off(await rig.play_straight(many))
             alone_cpu_s = rig.straight_cpu_s - alone_cpu_s
-            before, cpu_s = await rig.worker.ask({}), rig.manager_cpu_s()
+            before, cpu_s = await rig.worker.request({}), rig.manager_cpu_s()
             turns = await rig.play_fleet(many, step)
             through = read_off(turns)
             manager_ms.append((rig.manager_cpu_s() - cpu_s) / len(turns) * 1e3)
-            after = await rig.worker.ask({})
+            after = await rig.worker.request({})
             again.append(_again(before, after, through))
             cpu_shares.append(alone_cpu_s / max(1e-9, after["cpu_s"] - before["cpu_s"]))
             rates.append((through.turns_per_s, alone.turns_per_s))
@@ -307,16 +307,16 @@ def _again(before: dict[str, Any], after: dict[str, Any], seen: Figures) -> floa
 async def _kill_one(rig: Rig, phase: Phase, step: int) -> dict[str, Any]:
     """Kill the worker after a third of the turns; another one joins."""
     before = (await rig.fleet.status()).ledger
-    counted = await rig.worker.ask({})
+    counted = await rig.worker.request({})
     playing = asyncio.create_task(rig.play_fleet(phase, step))
     await asyncio.sleep(0)  # the turns of the phase before are gone
     while rig.num_turns_so_far < rig.work.num_conversations * phase.num_turns // 3 and not playing.done():
         await asyncio.sleep(0.01)
-    of_first = await rig.worker.ask({})
+    of_first = await rig.worker.request({})
     rig.worker.process.kill()
     rig.worker = await rig.start_worker("w1")
     figures = read_off(await playing)
-    after, of_second = (await rig.fleet.status()).ledger, await rig.worker.ask({})
+    after, of_second = (await rig.fleet.status()).ledger, await rig.worker.request({})
     prefilled = of_first["prefilled"] - counted["prefilled"] + of_second["prefilled"]
     return {
         "prompt_tokens": figures.num_prompt,

@@ -96,12 +96,12 @@ def _tune(stream: socket.socket) -> None:
 
 def _once(streams: list[socket.socket], view: memoryview, step: FloorStep) -> tuple[float, float, float]:
     gb = len(view) / 1e9
-    sent, received, start = _ask_cpu_s(streams[0]), cpu_s(), time.perf_counter()
+    sent, received, start = _sender_cpu_s(streams[0]), cpu_s(), time.perf_counter()
     with ThreadPoolExecutor(len(streams)) as pool:
         parts = [range(part * CHUNK_BYTES, len(view), len(streams) * CHUNK_BYTES) for part in range(len(streams))]
         list(pool.map(lambda stream, places: _receive(stream, view, places, step), streams, parts))
     took_s = time.perf_counter() - start
-    return gb / took_s, (_ask_cpu_s(streams[0]) - sent) / gb, (cpu_s() - received) / gb
+    return gb / took_s, (_sender_cpu_s(streams[0]) - sent) / gb, (cpu_s() - received) / gb
 
 
 def _receive(stream: socket.socket, view: memoryview, places: range, step: FloorStep) -> None:
@@ -119,7 +119,7 @@ def _receive(stream: socket.socket, view: memoryview, places: range, step: Floor
             digest(chunk)
 
 
-def _ask_cpu_s(stream: socket.socket) -> float:
+def _sender_cpu_s(stream: socket.socket) -> float:
     stream.sendall(_PLACE.pack(_TELL))
     return _CPU_S.unpack(stream.recv(_CPU_S.size, socket.MSG_WAITALL))[0]
 

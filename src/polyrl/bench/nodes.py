@@ -65,7 +65,7 @@ class Node:
             raise RuntimeError(f"a process of the bench ended with {self.process.wait(_END_S)}")
         return json.loads(line)
 
-    def ask(self, **wish: Any) -> dict[str, Any]:
+    def request(self, **wish: Any) -> dict[str, Any]:
         self.tell(**wish)
         return self.hear()
 

@@ -75,14 +75,14 @@ def _pulls(
     )
     found: dict[str, list[float]] = {"gb_s": [], "sender_cpu_s_per_gb": [], "receiver_cpu_s_per_gb": []}
     with Node("serve", settings, num_bytes) as trainer, Node("pull", settings, 0) as worker:
-        for turn in range(5):
-            offer = trainer.ask(do="publish")
+        for number in range(5):
+            offer = trainer.request(do="publish")
             wish = {"version": offer["version"], "digest": offer["digest"], "addresses": trainer.addresses}
-            said = worker.ask(**wish, deadline_s=120)
+            said = worker.request(**wish, deadline_s=120)
             if said["error"]:
                 raise RuntimeError(f"a worker of the bench has no weights: {said['error']}")
-            if turn >= 2:
-                cpu_s = trainer.ask(do="tell")["cpu_s"] - offer["cpu_s"]
+            if number >= 2:
+                cpu_s = trainer.request(do="tell")["cpu_s"] - offer["cpu_s"]
                 found["gb_s"].append(num_bytes / 1e9 / said["took_s"])
                 found["sender_cpu_s_per_gb"].append(cpu_s / (num_bytes / 1e9))
                 found["receiver_cpu_s_per_gb"].append(said["cpu_s"] / (num_bytes / 1e9))

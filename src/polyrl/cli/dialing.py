@@ -84,14 +84,14 @@ async def answer(dialer: "Dialer", path: str, kind: type[StructT]) -> StructT:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
 
-def run_with(args: argparse.Namespace, ask: "Callable[[Dialer], Awaitable[AnswerT]]") -> AnswerT:
+def run_with(args: argparse.Namespace, request: "Callable[[Dialer], Awaitable[AnswerT]]") -> AnswerT:
     """Dial the manager and ask it something. Raises UserError when it cannot be reached."""
     from polyrl.run.event_loop import run_loop
     from polyrl.wire.dial import Unreachable
 
     async def dial() -> AnswerT:
         async with dialer(args) as dialled:
-            return await ask(dialled)
+            return await request(dialled)
 
     try:
         return run_loop(dial())

@@ -99,14 +99,14 @@ def _examine(args: argparse.Namespace) -> "Diagnosis":
     from polyrl.wire.control import Status
     from polyrl.wire.dial import Unreachable
 
-    async def ask_twice() -> tuple[Status, Status]:
+    async def look_twice() -> tuple[Status, Status]:
         async with dialing.dialer(args) as dialer:
             earlier = await dialing.answer(dialer, "/v1/status", Status)
             await asyncio.sleep(_APART_S)
             return earlier, await dialer.get("/v1/status", Status)
 
     try:
-        earlier, now = run_loop(ask_twice())
+        earlier, now = run_loop(look_twice())
     except Unreachable as error:
         raise UserError(f"{error}; if the run was killed: {resume_command(args.run_dir or 'RUN_DIR')}") from error
     return diagnose(earlier, now, shlex.quote(args.run_dir or "RUN_DIR"))

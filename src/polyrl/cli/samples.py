@@ -75,7 +75,7 @@ def _as_json(sample: "KeptSample", text_of: "Texts") -> dict[str, Any]:
         "finish": sample.finish,
         "written_by": [
             {"version": one.version, "worker": one.worker, "engine": one.engine, "num_tokens": one.num_tokens}
-            for one in sample.turns
+            for one in sample.segments
         ],
         "sequences": [
             [{"drawn": span.drawn, "text": text_of(span.tokens)} for span in sequence] for sequence in sample.sequences
@@ -137,7 +137,7 @@ def _show_episode(console: "Console", sample: "KeptSample", text_of: "Texts", *,
 
 
 def _writers(sample: "KeptSample") -> str:
-    by = [f"version {one.version} on {one.worker or one.engine or 'a worker'}" for one in sample.turns]
+    by = [f"version {one.version} on {one.worker or one.engine or 'a worker'}" for one in sample.segments]
     return ", then ".join(dict.fromkeys(by)) or "nobody knows by whom"
 
 

@@ -37,7 +37,7 @@ log = logging.getLogger("polyrl.client")
 
 _WARNINGS = 5
 """Samples without a reward that are named one by one."""
-_ASK_FOR_S = 0.2
+_PROMPTS_WITHIN_S = 0.2
 """Prompts that took longer are sent before the next one is asked for."""
 _LINES_KEPT = 64
 _VERSIONS_KEPT = 64
@@ -466,7 +466,7 @@ class Fleet:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._wanted)
             plans = list(self._wanted.values())
-            prompts = await asyncio.to_thread(_ask_for_some, self._prompt_of, plans)
+            prompts = await asyncio.to_thread(_first_prompts, self._prompt_of, plans)
             for plan in plans[: len(prompts)]:
                 self._wanted.pop(plan.group, None)
             await self._state(lambda seq, prompts=prompts: frames.SupplyPrompts(seq, prompts))
@@ -532,7 +532,7 @@ class Fleet:
                 if await self._refuse(group):  # no tokenizer knows ids that are none
                     return
                 try:
-                    added = await self._group_rewards.ask(reward_of, group, len(group.samples))
+                    added = await self._group_rewards.rewards_of(reward_of, group, len(group.samples))
                 except NoReward as error:
                     self._tell_of_none(f"group {group.id}, which is rejected", str(error))
                     await self.reject(group, f"no reward: {error}")
@@ -629,10 +629,10 @@ class _Round:
         return not voided and not self.group_scoring and self.seen.issuperset(self.closed.delivered)
 
 
-def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tuple[frames.PromptPayload, ...]:
+def _first_prompts(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tuple[frames.PromptPayload, ...]:
     """Return the first of these prompts, at least one: as many as fit into a frame, or are there in a moment."""
     prompts: list[frames.PromptPayload] = []
-    num_bytes, until = 0, time.monotonic() + _ASK_FOR_S
+    num_bytes, until = 0, time.monotonic() + _PROMPTS_WITHIN_S
     for plan in plans:
         prompt = prompt_of(plan.domain, plan.prompt, plan.epoch)
         packed = columns.pack_tokens(prompt.tokens)

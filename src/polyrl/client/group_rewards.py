@@ -47,7 +47,7 @@ class GroupRewards:
         self._rules, self._least = rules, least
         self._places = asyncio.Semaphore(rules.slots)
 
-    async def ask(
+    async def rewards_of(
         self, score: Callable[[_Group], Awaitable[Sequence[_Added | None]]], group: _Group, num_samples: int
     ) -> list[_Added | None]:
         """Return what is added to the reward of each sample; None: the sample leaves the group. Raises NoReward."""
@@ -56,7 +56,7 @@ class GroupRewards:
             why = "infrastructure_failed"
             for attempt in range(1, self._rules.max_attempts + 1):
                 try:
-                    found = await self._ask_once(score, group, num_samples)
+                    found = await self._try_once(score, group, num_samples)
                     if all(one is not None for one in found):
                         break
                 except NoReward:
@@ -73,7 +73,7 @@ class GroupRewards:
             raise NoReward(f"{num} of {num_samples} samples have a reward, expected {self._least}: {why}")
         return found
 
-    async def _ask_once(
+    async def _try_once(
         self, score: Callable[[_Group], Awaitable[Sequence[_Added | None]]], group: _Group, num_samples: int
     ) -> list[_Added | None]:
         limit_s = max(self._rules.t_max_s, self._rules.wall_s)

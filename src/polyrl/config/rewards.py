@@ -15,7 +15,7 @@ OWN_SANDBOX = ("code", "polyrl.rewards.code:CodeReward")
 """The function of ours that runs programs in a sandbox, by both of its names."""
 STAYS = ("judge", "polyrl.rewards.judge:Judge")
 """The function of ours that no reward worker gets, by both of its names: keys and budget are the run's own."""
-ASKS_MODEL = (*STAYS, "reward_model", "polyrl.rewards.reward_model:RewardModel")
+JUDGED_BY_MODEL = (*STAYS, "reward_model", "polyrl.rewards.reward_model:RewardModel")
 """Functions of ours that ask a model about one answer."""
 ENVIRONMENT = "environment"
 """The name of an environment's own reward, among the functions that score its episodes."""
@@ -55,7 +55,7 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name: got {self.name!r}, expected up to 64 letters, digits, _ . or -")
-        if self.whole_group and (":" not in self.function or self.function in (*OWN_SANDBOX, *ASKS_MODEL)):
+        if self.whole_group and (":" not in self.function or self.function in (*OWN_SANDBOX, *JUDGED_BY_MODEL)):
             raise ValueError(f"whole_group: {self.function} scores one answer, expected a function of your own")
         if self.function == ENVIRONMENT and self.args:
             raise ValueError("args: environment takes none; data.environment_args are the environment's")
@@ -127,7 +127,7 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in (one.function for one in functions):
             if self.sandbox and name in OWN_SANDBOX:
                 raise ValueError(f"rewards.sandbox: {name} has a sandbox of its own, which none can be around")
-            if self.sandbox and name in ASKS_MODEL:
+            if self.sandbox and name in JUDGED_BY_MODEL:
                 raise ValueError(f"rewards.sandbox: {name} needs the network, or a model's files; leave it out")
             if not self.processes and name in STAYS:
                 raise ValueError(

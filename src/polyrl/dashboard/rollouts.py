@@ -91,7 +91,7 @@ class Rollouts:
         samples = self._of_step(step)
         found = self._in_order([one for one in samples if self._fits(one, wanted)], wanted.order)
         tasks = {planned.domain for one in samples if (planned := self._prompt_of(one)) is not None}
-        workers = {turn.worker for one in samples for turn in one.turns if turn.worker}
+        workers = {segment.worker for one in samples for segment in one.segments if segment.worker}
         return {
             "step": step,
             "steps": [steps[0], steps[-1]],
@@ -170,7 +170,7 @@ class Rollouts:
         return (
             (not wanted.task or (planned is not None and planned.domain == wanted.task))
             and (not wanted.outcome or wanted.outcome in (one.finish, one.state))
-            and (not wanted.worker or any(turn.worker == wanted.worker for turn in one.turns))
+            and (not wanted.worker or any(segment.worker == wanted.worker for segment in one.segments))
             and (wanted.low is None or (one.reward is not None and one.reward >= wanted.low))
             and (wanted.high is None or (one.reward is not None and one.reward <= wanted.high))
             and (wanted.fewest is None or one.num_drawn >= wanted.fewest)
@@ -230,7 +230,7 @@ class Rollouts:
             "domain": None if planned is None else planned.domain_number,
             "prompt_number": None if planned is None else planned.prompt,
             "workers": _workers(one),
-            "versions": sorted({turn.version for turn in one.turns}),
+            "versions": sorted({segment.version for segment in one.segments}),
             "prompt_end": self._text_of(prompt[-_PREVIEW_TOKENS:]),
             "answer_begin": begin,
             "answer_end": self._text_of(answer[-_PREVIEW_TOKENS:]) if is_long else "",
@@ -241,12 +241,14 @@ class Rollouts:
         if one.sequences:
             spans_of = one.sequences
         else:
-            answer = KeptSpan(True, one.answer, one.logprobs, _writers(one.turns))
+            answer = KeptSpan(True, one.answer, one.logprobs, _writers(one.segments))
             spans_of = ((KeptSpan(False, one.prompt), answer),)
         most = max(_FEWEST_SHOWN, _MOST_SHOWN // max(1, sum(map(len, spans_of))))
         sequences = [[part for span in spans for part in self._shown(span, most)] for spans in spans_of]
-        turns = [{"version": turn.version, "worker": turn.worker, "engine": turn.engine} for turn in one.turns]
-        return {"sequences": sequences, "writers": turns}
+        segments = [
+            {"version": segment.version, "worker": segment.worker, "engine": segment.engine} for segment in one.segments
+        ]
+        return {"sequences": sequences, "writers": segments}
 
     def _span(self, span: KeptSpan) -> dict[str, Any]:
         return {
@@ -272,16 +274,16 @@ class Rollouts:
 
 def _workers(one: KeptSample) -> list[str]:
     """Return who wrote an answer, in the order of its text."""
-    return list(dict.fromkeys(turn.worker or turn.engine for turn in one.turns))
+    return list(dict.fromkeys(segment.worker or segment.engine for segment in one.segments))
 
 
 def _num_tokens(samples: Sequence[KeptSample]) -> int:
     return sum(len(tokens) for one in samples for tokens in one.texts)
 
 
-def _writers(turns: Sequence[TrainSegment]) -> list[int]:
+def _writers(segments: Sequence[TrainSegment]) -> list[int]:
     """Return, for each token, the place of its segment."""
-    return [place for place, turn in enumerate(turns) for _ in range(turn.num_tokens)]
+    return [place for place, segment in enumerate(segments) for _ in range(segment.num_tokens)]
 
 
 def pieces(tokens: Sequence[int], text_of: Texts) -> Iterator[str]:

@@ -12,8 +12,8 @@ Rules every engine keeps:
   what the trainer computes and an importance ratio compares; and with the version whose weights wrote it. The token
   that ends an answer (end of text, a stop id) is the answer's last token.
 - A sample ends by itself in exactly one `ended`: `stop`, `length`, `engine_failed` or `refused`. After an abort: none.
-- Resuming is generating after prompt + so_far: `max_tokens` counts both turns together. An engine that declares
-  `seeds_survive_moves` draws the same tokens for the same seed and the same weights, wherever the first turn ended.
+- Resuming is generating after prompt + so_far: `max_tokens` counts both leases together. An engine that declares
+  `seeds_survive_moves` draws the same tokens for the same seed and the same weights, wherever the first lease ended.
 - A whole answer, whose worker was lost before it told the end, ends at once: as its last token says, or as `length`.
 - A job that it cannot do is refused through the sink, with a line that says why; it never raises for a job.
 - Cancelling the wait for an abort or an install does not cancel the work: it goes on to its end (`finishing`).

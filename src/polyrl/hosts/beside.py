@@ -61,20 +61,20 @@ class LoopWatch:
     ) -> None:
         """`thread` is the identifier of the thread that the loop runs in."""
         self._loop, self._thread, self._clock = loop, thread, clock
-        self._asked_at: float | None = None
+        self._probed_at: float | None = None
 
     @property
     def stuck_s(self) -> float:
         """How long the loop has not come to what it was asked."""
-        return 0.0 if self._asked_at is None else self._clock() - self._asked_at
+        return 0.0 if self._probed_at is None else self._clock() - self._probed_at
 
-    def ask(self) -> None:
-        if self._asked_at is None:
-            self._asked_at = self._clock()
+    def probe(self) -> None:
+        if self._probed_at is None:
+            self._probed_at = self._clock()
             self._loop.call_soon_threadsafe(self._answered)
 
     def _answered(self) -> None:
-        self._asked_at = None
+        self._probed_at = None
 
     def place(self) -> str:
         """Return where the loop's thread stands: the innermost line that is neither Python's nor ours."""
@@ -90,7 +90,7 @@ class LoopWatch:
         """Return when the loop has been stuck for `limit_s`, for how long and where. `warn` is told earlier, once."""
         has_warned = False
         while True:
-            self.ask()
+            self.probe()
             await asyncio.sleep(_LOOK_EVERY_S)
             stuck_s = self.stuck_s
             if stuck_s >= limit_s():

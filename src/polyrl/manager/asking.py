@@ -36,13 +36,14 @@ class AskedGroup(NamedTuple):
 
 
 class Question:
-    """A question while it is answered. Its texts are the payload's own, and stay here until the asker has read them."""
+    """A question while it is answered. Its tokens are the payload's own, and stay here until the asker has read
+    them."""
 
     def __init__(
-        self, group: GroupId, texts: Sequence[SampleTokens], max_tokens: int, seed: int, wake: Callable[[], None]
+        self, group: GroupId, tokens: Sequence[SampleTokens], max_tokens: int, seed: int, wake: Callable[[], None]
     ) -> None:
         self.group = group
-        self.texts = texts
+        self.tokens = tokens
         self.max_tokens = max_tokens
         self.seed = seed
         self.is_refused, self.detail = False, ""
@@ -53,11 +54,11 @@ class Question:
 
     @property
     def num_samples(self) -> int:
-        return len(self.texts)
+        return len(self.tokens)
 
     def look(self) -> None:
         """Wake the reader if there is more to read."""
-        num = sum(len(text.cells) + len(text.finish) for text in self.texts)
+        num = sum(len(one.cells) + len(one.finish) for one in self.tokens)
         if num != self._num_seen:
             self._num_seen = num
             self._wake()
@@ -84,18 +85,18 @@ def ask(lobby: Lobby, wanted: list[AskedGroup], wake: Callable[[], None]) -> lis
     questions: list[Question] = []
     for one in wanted:
         group = GroupId(run.desk.state.next_group)
-        texts = [run.payload.tokens_of(sample_id(group, index)) for index in range(one.num_samples)]
+        tokens = [run.payload.tokens_of(sample_id(group, index)) for index in range(one.num_samples)]
         run.payload.prompts[group] = PromptPayload(group, columns.pack_tokens(one.prompt), one.sampling)
-        question = Question(group, texts, min(run.desk.max_new_tokens, one.max_tokens), one.seed, wake)
+        question = Question(group, tokens, min(run.desk.max_new_tokens, one.max_tokens), one.seed, wake)
         run.questions[group] = question
         questions.append(question)
         run.tell(e.GroupAsked(one.num_samples))
     return questions
 
 
-def stop(lobby: Lobby, sample: SampleId, text: SampleTokens) -> None:
+def stop(lobby: Lobby, sample: SampleId, tokens: SampleTokens) -> None:
     """End an answer of which the asker has enough."""
-    lobby.tell(e.SampleStopped(sample, text.num_tokens))
+    lobby.tell(e.SampleStopped(sample, tokens.num_tokens))
 
 
 def withdraw(lobby: Lobby, group: GroupId, reason: str) -> None:

@@ -86,18 +86,18 @@ def _keep_width(run: Run, command: c.Reshape) -> None:
 
 def _account(run: Run, command: c.Abort) -> None:
     """Tell the scheduler of discarded tokens that it had not heard of yet."""
-    text = run.payload.tokens.get(command.sample)
-    more = 0 if text is None else text.num_tokens - command.num_tokens
+    tokens = run.payload.tokens.get(command.sample)
+    more = 0 if tokens is None else tokens.num_tokens - command.num_tokens
     if more > 0 and command.discarded_for is not None:
         run.tell(e.TokensDiscarded(command.discarded_for, more))
 
 
 def _forget_tokens(run: Run, command: c.ForgetTokens) -> None:
     """Drop a sample's tokens. On file that is a lease from the first token on which ends at once."""
-    text = run.payload.tokens.get(command.sample)
-    if text is not None:
+    tokens = run.payload.tokens.get(command.sample)
+    if tokens is not None:
         log.warning("sample %s begins anew: %s", show_sample(command.sample), command.why)
-        text.lease_to("", "", 0)
+        tokens.lease_to("", "", 0)
         run.note_grants()
         run.lobby.journal.add_note(Granted([command.lease], [command.sample], [0], [""]))
 
@@ -165,11 +165,11 @@ def _tell_trainer(run: Run, command: c.Command) -> None:  # noqa: C901 (a case f
 
 
 def _generate(run: Run, command: c.Generate) -> None:
-    text = run.payload.tokens_of(command.sample)
-    is_shown = group_of(command.sample) in run.questions or bool(text.calls)
+    tokens = run.payload.tokens_of(command.sample)
+    is_shown = group_of(command.sample) in run.questions or bool(tokens.calls)
     migrates = run.desk.config.fleet_rules.migrate or is_shown
-    from_token = text.num_tokens if migrates else command.from_token
-    text.lease_to(command.worker, run.lobby.engine_of(command.worker), from_token)
+    from_token = tokens.num_tokens if migrates else command.from_token
+    tokens.lease_to(command.worker, run.lobby.engine_of(command.worker), from_token)
     granted = run.granted
     granted.leases.append(command.lease)
     granted.samples.append(command.sample)
@@ -194,9 +194,9 @@ def order(run: Run, lease: LeaseId) -> None:
         return
     session.most_held = max(session.most_held, len(worker.leases))
     run.lobby.is_urgent = True  # also where a prompt led to it, and no event
-    text = run.payload.tokens_of(sample.id)
-    if text.calls:
-        session.order(_order_of_call(run, lease, sample.id, text, prompt.sampling))
+    tokens = run.payload.tokens_of(sample.id)
+    if tokens.calls:
+        session.order(_order_of_call(run, lease, sample.id, tokens, prompt.sampling))
         return
     question = run.questions.get(sample.group)
     seed = desk.config.seed if question is None else question.seed
@@ -205,7 +205,7 @@ def order(run: Run, lease: LeaseId) -> None:
             lease,
             sample.id,
             prompt.tokens,
-            columns.tokens_of(text.cells),
+            columns.tokens_of(tokens.cells),
             max_tokens(run, sample.id),
             mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
@@ -214,19 +214,19 @@ def order(run: Run, lease: LeaseId) -> None:
 
 
 def _order_of_call(
-    run: Run, lease: LeaseId, sample: SampleId, text: SampleTokens, sampling: frames.Sampling
+    run: Run, lease: LeaseId, sample: SampleId, tokens: SampleTokens, sampling: frames.Sampling
 ) -> frames.Order:
     """Make the order for an episode's newest call. Each call draws with random numbers of its own."""
-    number = len(text.calls) - 1
-    record = text.calls[number]
+    number = len(tokens.calls) - 1
+    record = tokens.calls[number]
     stop_ids = tuple(dict.fromkeys((*sampling.stop_ids, *record.stop_ids)))
     stop = tuple(dict.fromkeys((*sampling.stop, *record.stop)))
     key = (sample, number) if number else (sample,)
     return frames.Order(
         lease,
         sample,
-        prompt_of(text.calls, text.cells, number),
-        columns.tokens_of(text.cells[record.start * CELL_BYTES :]),
+        prompt_of(tokens.calls, tokens.cells, number),
+        columns.tokens_of(tokens.cells[record.start * CELL_BYTES :]),
         record.max_tokens,
         mix64(run.desk.config.seed, *key) >> 1,
         structs.replace(sampling, stop_ids=stop_ids, stop=stop) if record.stop_ids or record.stop else sampling,
@@ -245,8 +245,8 @@ def score(run: Run, sample: SampleId, attempt: int, timeout_s: Seconds) -> None:
         run.tell(e.RewardFinished(sample, attempt, "scored"))
     else:
         group = run.desk.groups[group_of(sample)]
-        text, origin = run.payload.answer(sample), _origin(run, group.id)
-        run.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, group.step, text, origin),)))
+        answer, origin = run.payload.answer(sample), _origin(run, group.id)
+        run.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, group.step, answer, origin),)))
         run.payload.tokens_of(sample).sent_on = _link_to_trainer(run)
 
 
@@ -257,8 +257,8 @@ def _origin(run: Run, group: GroupId) -> frames.Origin:
 
 def deliver(run: Run, step: Step, group: GroupId, samples: tuple[SampleId, ...]) -> None:
     """Send a group in as many frames as it takes: it may have a thousand long answers."""
-    texts = (_to_deliver(run, sample) for sample in samples)
-    parts = list(in_pieces(texts, lambda text: len(text.cells))) or [()]
+    answers = (_to_deliver(run, sample) for sample in samples)
+    parts = list(in_pieces(answers, lambda answer: len(answer.cells))) or [()]
     origin = _origin(run, group)
     for part in parts:
         run.say_to_trainer(frames.Delivered(step, group, origin, part, more=part is not parts[-1]))
@@ -266,11 +266,11 @@ def deliver(run: Run, step: Step, group: GroupId, samples: tuple[SampleId, ...])
 
 def _to_deliver(run: Run, sample: SampleId) -> frames.SamplePayload:
     """Return an answer, or only its reward if the trainer has kept the answer since it scored it. It uses that up."""
-    text = run.payload.tokens_of(sample)
-    sent_on, text.sent_on = text.sent_on, None
+    tokens = run.payload.tokens_of(sample)
+    sent_on, tokens.sent_on = tokens.sent_on, None
     if sent_on is None or sent_on is not _link_to_trainer(run):
         return run.payload.answer(sample)
-    return frames.SamplePayload(sample, b"", (), "", text.reward, text.parts, is_kept=True)
+    return frames.SamplePayload(sample, b"", (), "", tokens.reward, tokens.parts, is_kept=True)
 
 
 def _link_to_trainer(run: Run) -> Link | None:

@@ -131,15 +131,15 @@ class Payload:
 
     def _freeze(self, version: int, digest: str) -> None:
         self._replaced.setdefault(version, set()).add(digest)
-        for text in self.tokens.values():
-            if text.stride is not None:
-                text.stride.end()
-            text.segments = [
+        for tokens in self.tokens.values():
+            if tokens.stride is not None:
+                tokens.stride.end()
+            tokens.segments = [
                 structs.replace(one, digest=digest) if one.version == version and not one.digest else one
-                for one in text.segments
+                for one in tokens.segments
             ]
-            if text.version == version:
-                text.version = -1  # its next token begins a segment
+            if tokens.version == version:
+                tokens.version = -1  # its next token begins a segment
 
     def was(self, version: int, digest: str) -> bool:
         """Return whether the version had this digest before it got another."""
@@ -156,11 +156,11 @@ class Payload:
 
     def tokens_of(self, sample: SampleId) -> SampleTokens:
         """Return a sample's tokens, made at its first lease."""
-        text = self.tokens.get(sample)
-        if text is None:
-            text = self.tokens[sample] = SampleTokens()
+        tokens = self.tokens.get(sample)
+        if tokens is None:
+            tokens = self.tokens[sample] = SampleTokens()
             self._samples.setdefault(group_of(sample), []).append(sample)
-        return text
+        return tokens
 
     def drop_group(self, group: GroupId) -> None:
         self.prompts.pop(group, None)
@@ -173,33 +173,33 @@ class Payload:
 
     def answer(self, sample: SampleId) -> SamplePayload:
         """Return an answer that has ended, for the trainer. The cells are not copied: they grow no more."""
-        text = self.tokens_of(sample)
-        cells: Any = text.cells  # written like bytes; a copy would be all answers of a round in memory twice
-        segments = text.segments
+        tokens = self.tokens_of(sample)
+        cells: Any = tokens.cells  # written like bytes; a copy would be all answers of a round in memory twice
+        segments = tokens.segments
         if self.offers:
             segments = [
                 one if one.digest else structs.replace(one, digest=self.digest_of(one.version)) for one in segments
             ]
-        calls = payload_of(text.calls) if text.calls else ()
+        calls = payload_of(tokens.calls) if tokens.calls else ()
         return SamplePayload(
-            sample, cells, tuple(segments), text.finish, text.reward, text.parts, calls=calls, own=text.own
+            sample, cells, tuple(segments), tokens.finish, tokens.reward, tokens.parts, calls=calls, own=tokens.own
         )
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(text.cells) for text in self.tokens.values())
+        return sum(len(tokens.cells) for tokens in self.tokens.values())
 
 
-def append_cells(text: SampleTokens, offset: int, version: int, cells: bytes) -> int:
+def append_cells(tokens: SampleTokens, offset: int, version: int, cells: bytes) -> int:
     """Add the new ones of a frame's cells. Returns how many tokens that was; -1 if some before them are missing."""
-    buffer = text.cells
+    buffer = tokens.cells
     skip = len(buffer) - offset * CELL_BYTES
     if skip < 0:
         return -1
     if skip >= len(cells):
         return 0
-    if version != text.version:
-        text.begin_segment(version)
+    if version != tokens.version:
+        tokens.begin_segment(version)
     buffer += cells[skip:] if skip else cells
     return (len(cells) - skip) // CELL_BYTES
 

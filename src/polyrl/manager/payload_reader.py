@@ -1,8 +1,8 @@
 """Reading a run's payload again: the files of a killed manager become the tokens that it held.
 
 Rows of tokens are many, and each concerns a few bytes. So they are gathered, as columns, until there are enough; then
-the rows of each lease are brought together, and what goes on where its sample's text ends, as nearly all does, is added
-in one piece. The rest (repeated tokens, another version, a lease that ended before) is taken row by row.
+the rows of each lease are brought together, and what goes on where its sample's tokens end, as nearly all does, is
+added in one piece. The rest (repeated tokens, another version, a lease that ended before) is taken row by row.
 
 Rules kept here: the order in the journal tells late rows from timely ones. A lease that ended, or was followed by
 another of its sample, is closed at the row where that happened: later rows under it are dropped. Rows of groups that
@@ -50,17 +50,19 @@ _EMPTY = np.uint64((1 << 64) - 1)
 class _Lane:
     """A lease, and which rows under its number count for its sample."""
 
-    __slots__ = ("by", "closed_at", "from_token", "lease", "opened_at", "sample", "text")
+    __slots__ = ("by", "closed_at", "from_token", "lease", "opened_at", "sample", "tokens")
 
-    def __init__(self, lease: int, sample: SampleId, text: SampleTokens, from_token: int, by: tuple[str, str]) -> None:
-        self.lease, self.sample, self.text = lease, sample, text
+    def __init__(
+        self, lease: int, sample: SampleId, tokens: SampleTokens, from_token: int, by: tuple[str, str]
+    ) -> None:
+        self.lease, self.sample, self.tokens = lease, sample, tokens
         self.from_token, self.by = from_token, by
-        """Its first token, until its text knows, and its worker with its engine."""
+        """Its first token, until its sample knows, and its worker with its engine."""
         self.opened_at, self.closed_at = 0, _NEVER
 
     def begin(self) -> None:
         if self.from_token >= 0:
-            self.text.lease_to(*self.by, self.from_token)
+            self.tokens.lease_to(*self.by, self.from_token)
             self.from_token = -1
 
     def is_in_time(self, row: int) -> bool:
@@ -156,9 +158,9 @@ class PayloadReader:
             if lane is not None:
                 self._close(lane)
                 if one.reason in ("stop", "length"):
-                    lane.text.finish = one.reason
-                    if lane.text.calls:
-                        lane.text.calls[-1].close(one.num_tokens, one.reason)
+                    lane.tokens.finish = one.reason
+                    if lane.tokens.calls:
+                        lane.tokens.calls[-1].close(one.num_tokens, one.reason)
 
     def note(self, note: AnyNote) -> None:
         match note:
@@ -171,8 +173,8 @@ class PayloadReader:
                         self._payload.prompts[group] = prompt
             case RewardKept():
                 if group_of(SampleId(note.sample)) in self._wanted:
-                    text = self._payload.tokens_of(SampleId(note.sample))
-                    text.reward, text.parts = note.value, note.parts
+                    tokens = self._payload.tokens_of(SampleId(note.sample))
+                    tokens.reward, tokens.parts = note.value, note.parts
             case VersionOffered():
                 self._share_out()  # what the version has written so far keeps the digest that it had
                 self._payload.offer(note)
@@ -187,17 +189,17 @@ class PayloadReader:
         sample = SampleId(note.sample)
         if group_of(sample) not in self._wanted:
             return
-        text = self._payload.tokens_of(sample)
+        tokens = self._payload.tokens_of(sample)
         num_calls = note.number if isinstance(note, CallKept) else note.num_calls
         if note.is_cut:
             self._share_out()  # some of what came before goes
-            text.cut(num_calls, note.num_tokens)
-        del text.calls[num_calls:]
+            tokens.cut(num_calls, note.num_tokens)
+        del tokens.calls[num_calls:]
         if isinstance(note, EpisodeKept):
-            text.end_episode(note.finish, note.reward, note.parts, note.untrained)
+            tokens.end_episode(note.finish, note.reward, note.parts, note.untrained)
         else:
             prompt = (note.base, note.kept, note.tokens)
-            text.calls.append(CallRecord(*prompt, note.start, note.max_tokens, note.stop_ids, note.stop))
+            tokens.calls.append(CallRecord(*prompt, note.start, note.max_tokens, note.stop_ids, note.stop))
 
     def finish(self, scheduler: Scheduler | None) -> Payload:
         """Return the payload, with the groups of every open step."""
@@ -209,7 +211,7 @@ class PayloadReader:
     # Sharing out what was gathered
 
     def _share_out(self) -> None:
-        """Give every text its rows, lease by lease: of two leases of a sample, the older has the smaller number."""
+        """Give every sample its rows, lease by lease: of two leases of a sample, the older has the smaller number."""
         lanes = {**self._lanes, **self._touched} if self._num_rows else self._touched
         in_order = [lanes[lease] for lease in sorted(lanes)]
         if self._num_rows and in_order:
@@ -233,12 +235,12 @@ class PayloadReader:
                 lanes[new[num_begun]].begin()
                 num_begun += 1
             lane = lanes[place]
-            text = lane.text
+            tokens = lane.tokens
             in_time = lane.opened_at <= first_row and last_row < lane.closed_at
-            if goes_on and in_time and offset == text.num_tokens:
-                if version != text.version:
-                    text.begin_segment(version)
-                text.add_settled(cells[start:end])
+            if goes_on and in_time and offset == tokens.num_tokens:
+                if version != tokens.version:
+                    tokens.begin_segment(version)
+                tokens.add_settled(cells[start:end])
             else:
                 odd = _rows_by_lane(rows) if odd is None else odd
                 _add_one_by_one(lane, rows, odd.pop(place, ()))
@@ -271,8 +273,8 @@ def _places_of(under: Any, leases: Any) -> Any:
 def _runs_of(rows: _Rows) -> tuple[list[_Run], memoryview]:
     """Return the run of each lease and version, leases and versions rising, and the cells of all runs.
 
-    A row says where in its text it belongs, so its cells are put there at once. A run with a place left empty has rows
-    that overlap, or that miss some between them.
+    A row says where in its sample it belongs, so its cells are put there at once. A run with a place left empty has
+    rows that overlap, or that miss some between them.
     """
     keys, versions = _keys_of(rows)
     numbers = np.arange(len(keys))
@@ -295,9 +297,9 @@ def _runs_of(rows: _Rows) -> tuple[list[_Run], memoryview]:
     if strays.any():
         goes_on[keys[strays]] = False
         places = np.where(goes_on[keys], places, begins[keys])
-    text: Any = np.full(len(rows.cells), _EMPTY)
-    text[_each_cell(places, rows.counts, len(text))] = rows.cells
-    goes_on[np.searchsorted(ends, np.flatnonzero(text == _EMPTY), side="right")] = False
+    tokens: Any = np.full(len(rows.cells), _EMPTY)
+    tokens[_each_cell(places, rows.counts, len(tokens))] = rows.cells
+    goes_on[np.searchsorted(ends, np.flatnonzero(tokens == _EMPTY), side="right")] = False
     present = np.flatnonzero(brought)
     firsts, lasts = numbers[firsts[present]], lasts[present]
     lanes, goes_on = present // len(versions), goes_on[present]
@@ -313,7 +315,7 @@ def _runs_of(rows: _Rows) -> tuple[list[_Run], memoryview]:
         *(one[present] for one in (offsets, begins * CELL_BYTES, ends * CELL_BYTES)),
         goes_on,
     )
-    return list(map(_Run, *(one.tolist() for one in columns))), memoryview(text).cast("B")
+    return list(map(_Run, *(one.tolist() for one in columns))), memoryview(tokens).cast("B")
 
 
 def _keys_of(rows: _Rows) -> tuple[Any, Any]:
@@ -358,4 +360,4 @@ def _add_one_by_one(lane: _Lane, rows: _Rows, numbers: Sequence[int]) -> None:
     for row in numbers:
         if lane.is_in_time(row):
             cells = rows.cells[ends[row] - rows.counts[row] : ends[row]].tobytes()
-            append_cells(lane.text, int(rows.offsets[row]), int(rows.versions[row]), cells)
+            append_cells(lane.tokens, int(rows.offsets[row]), int(rows.versions[row]), cells)

@@ -128,9 +128,9 @@ def _check_answers(desk: Desk, payload: Payload) -> None:
     """Raise JournalError for half an answer. A kill never leaves one; a machine that loses power may."""
     for sample in desk.samples.values():
         if sample.state in ("generated", "scoring", "scored") and sample.group not in desk.asked.groups:
-            text = payload.tokens.get(sample.id)
-            num_tokens = 0 if text is None else text.num_tokens
-            if text is None or num_tokens != sample.num_tokens or not text.finish:
+            tokens = payload.tokens.get(sample.id)
+            num_tokens = 0 if tokens is None else tokens.num_tokens
+            if tokens is None or num_tokens != sample.num_tokens or not tokens.finish:
                 raise JournalError(
                     f"sample {show_sample(sample.id)}: it ended at token {sample.num_tokens}, and the payload has "
                     f"{num_tokens}: lost with the machine's power, or with a file. This run cannot go on"
@@ -152,10 +152,10 @@ def _write_down_what_holds(run: Run) -> None:
         run.lobby.journal.add_note(note)
     granted = run.granted
     for lease, sample in run.desk.leases.items():
-        text = run.payload.tokens_of(sample.id)
-        text.worker = run.desk.seats[sample.worker].name
-        text.engine = run.lobby.engine_of(text.worker)
+        tokens = run.payload.tokens_of(sample.id)
+        tokens.worker = run.desk.seats[sample.worker].name
+        tokens.engine = run.lobby.engine_of(tokens.worker)
         granted.leases.append(lease)
         granted.samples.append(sample.id)
-        granted.from_tokens.append(text.num_tokens)
-        granted.workers.append(text.worker)
+        granted.from_tokens.append(tokens.num_tokens)
+        granted.workers.append(tokens.worker)

@@ -179,13 +179,13 @@ async def drain(call: RouteCall) -> control.DrainReply:
 async def drain_host(call: RouteCall) -> control.DrainReply:
     name, reason = HostName(call.name), call.body.reason
 
-    def ask(lobby: Lobby) -> bool:
+    def drain_it(lobby: Lobby) -> bool:
         session = lobby.hosts.get(name)
         if session is not None:
             from_hosts.drain(lobby, session, reason)
         return session is not None
 
-    if not await call.service.call(ask):
+    if not await call.service.call(drain_it):
         raise BadRequest(404, "host", f"there is no host {name!r}")
     return control.DrainReply(draining=name)
 

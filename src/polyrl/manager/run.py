@@ -208,7 +208,7 @@ class Run:
 def gather(
     desk: Desk,
     sessions: Iterable[WorkerSession],
-    texts: Mapping[SampleId, SampleTokens],
+    all_tokens: Mapping[SampleId, SampleTokens],
     now: Seconds,
     whole: Collection[int] = (),
     *,
@@ -225,7 +225,7 @@ def gather(
     for worker, session in found:
         ago = _heard_ago(desk, worker, session, now)
         is_due = worker.seat in whole or now - session.told_at >= _TELL_EVERY_BEATS * beat_s
-        runs = _gains(desk, worker, texts) if is_due and worker.leases else ()
+        runs = _gains(desk, worker, all_tokens) if is_due and worker.leases else ()
         report = session.report if is_due and session.report is not session.told_report else None
         if report is not None and not teaches(worker, report.num_waiting):
             report = None
@@ -254,12 +254,12 @@ def _heard_ago(desk: Desk, worker: Worker, session: WorkerSession, now: Seconds)
     return max(0, round((now - session.heard_at) * 1000 / MS_A_TICK))
 
 
-def _gains(desk: Desk, worker: Worker, texts: Mapping[SampleId, SampleTokens]) -> tuple[int, ...]:
+def _gains(desk: Desk, worker: Worker, all_tokens: Mapping[SampleId, SampleTokens]) -> tuple[int, ...]:
     """Return how many tokens each of its samples has beyond those that were told; empty where none has any."""
     leases = desk.leases
     gains: list[tuple[LeaseId, int]] = []
     for lease, sample in worker.leases.items():
-        text = texts.get(sample)
-        gain = 0 if text is None else text.num_tokens - leases[lease].num_tokens
+        tokens = all_tokens.get(sample)
+        gain = 0 if tokens is None else tokens.num_tokens - leases[lease].num_tokens
         gains.append((lease, gain if gain > 0 else 0))
     return runs_of(gains) if any(gain for _, gain in gains) else ()

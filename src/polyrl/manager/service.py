@@ -1,8 +1,9 @@
 """The manager as a process: one owner of the lobby and its run, and a clean start from the files of the run directory.
 
-The owner takes everything from the inbox, in turns: requests of HTTP handlers, the clock, and frames of connections. A
-frame before which nothing is due is heard where it is read, since a turn is costly. Handlers never touch the lobby:
-`post` hands the owner something to do, and `ask` returns the owner's answer when its causes are in the journal.
+The owner takes everything from the inbox, a batch in each pass: requests of HTTP handlers, the clock, and frames of
+connections. A frame before which nothing is due is heard where it is read, since a pass is costly. Handlers never touch
+the lobby: `post` hands the owner something to do, and `call` returns the owner's answer when its causes are in the
+journal.
 """
 
 import asyncio
@@ -104,19 +105,19 @@ class Service:
     # The inbox
 
     def post(self, matter: Action | Said) -> None:
-        """Have the owner do something in its next turn."""
+        """Have the owner do something in its next pass."""
         self._inbox.append(matter)
         if len(self._inbox) > _MAX_INBOX:
             self._room.clear()
-        self._turn_soon()
+        self._pass_soon()
 
-    def _turn_soon(self) -> None:
+    def _pass_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._take_turn)
+            asyncio.get_running_loop().call_soon(self._pass)
 
     def count_refusal(self, kind: str) -> None:
-        """Count a refusal now, not in the owner's turn: a peer that reads its refusal finds it counted."""
+        """Count a refusal now, not in a pass of the owner: a peer that reads its refusal finds it counted."""
         self.lobby.refused[kind] += 1
 
     def hear(self, hearer: Hearer, session: Any, link: Link, raw: bytes) -> bool:
@@ -129,7 +130,7 @@ class Service:
             try:
                 hearer(self.lobby, session, link, raw)
                 if self.lobby.is_urgent:
-                    self._turn_soon()  # more may be read before that, for the same commit
+                    self._pass_soon()  # more may be read before that, for the same commit
                 else:
                     self._commit_in_time()
             except Exception as error:  # noqa: BLE001
@@ -170,15 +171,15 @@ class Service:
         assert self._failure is not None
         raise self._failure
 
-    def _take_turn(self) -> None:
-        """Take the owner's turn: all that has come, or a batch of it. Nobody else touches the lobby."""
+    def _pass(self) -> None:
+        """Make one pass: take in all that has come, or a batch of it. Nobody else touches the lobby."""
         self._is_due = False
         if not self._succeeds(self._take_batch):
             return
         if len(self._inbox) <= _MAX_INBOX // 2:
             self._room.set()
         if self._inbox:
-            self._turn_soon()
+            self._pass_soon()
 
     def _take_batch(self) -> None:
         for _ in range(min(_BATCH, len(self._inbox))):
@@ -215,7 +216,7 @@ class Service:
         return True
 
     def _fail(self, error: Exception) -> None:
-        """Stop everything: `own` raises the failure, and so does every `ask`."""
+        """Stop everything: `own` raises the failure, and so does every `call`."""
         self._failure = error
         self._failed.set()
         for future, _ in self._answers:
@@ -224,7 +225,7 @@ class Service:
         self._answers = []
 
     def _commit(self) -> None:
-        """Write, send and answer: within a turn, or by its timer between two."""
+        """Write, send and answer: within a pass, or by its timer between two."""
         if self._commit_timer is not None:
             self._commit_timer.cancel()
             self._commit_timer = None

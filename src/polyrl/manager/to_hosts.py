@@ -74,11 +74,11 @@ def play_waiting(run: Run, group: GroupId) -> None:
 
 def answer(run: Run, session: HostSession, sample: SampleId, attempt: int, number: int) -> None:
     """Send the answer to a call that is whole."""
-    text = run.payload.tokens_of(sample)
-    record = text.calls[number]
+    tokens = run.payload.tokens_of(sample)
+    record = tokens.calls[number]
     if record.end == OPEN:
         raise LawViolation(f"call {number} of episode {show_sample(sample)} is answered and not whole")
-    cells = bytes(text.cells[record.start * CELL_BYTES : record.end * CELL_BYTES])
+    cells = bytes(tokens.cells[record.start * CELL_BYTES : record.end * CELL_BYTES])
     session.say(host_frames.CallAnswer(sample, attempt, number, cells, record.finish))
     run.lobby.dirty_hosts[session.name] = session
     run.lobby.is_urgent = True
@@ -94,15 +94,15 @@ def keep_episode(
     untrained: tuple[int, ...] = (),
 ) -> None:
     """Note an episode's end: its reward, and the tokens that its environment received."""
-    text = run.payload.tokens_of(sample)
-    is_cut = text.num_tokens > num_tokens
+    tokens = run.payload.tokens_of(sample)
+    is_cut = tokens.num_tokens > num_tokens
     if is_cut:
-        text.cut(num_calls, num_tokens)
+        tokens.cut(num_calls, num_tokens)
     else:
-        del text.calls[num_calls:]
-    text.end_episode(text.calls[-1].finish, reward, parts, untrained)
+        del tokens.calls[num_calls:]
+    tokens.end_episode(tokens.calls[-1].finish, reward, parts, untrained)
     run.note_grants()
-    kept = EpisodeKept(sample, num_calls, num_tokens, is_cut, text.finish, text.reward, text.parts, untrained)
+    kept = EpisodeKept(sample, num_calls, num_tokens, is_cut, tokens.finish, tokens.reward, tokens.parts, untrained)
     run.lobby.journal.add_note(kept)
 
 

@@ -57,13 +57,13 @@ class Endpoint:
             self._session = None
 
     async def get(self, path: str, timeout_s: float) -> Any:
-        return await self._ask("GET", path, None, timeout_s)
+        return await self._request("GET", path, None, timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
         """Return the decoded reply. Raises TryAgain, BadQuestion, RewardStops."""
-        return await self._ask("POST", path, msgspec.json.encode(body, enc_hook=str), timeout_s)
+        return await self._request("POST", path, msgspec.json.encode(body, enc_hook=str), timeout_s)
 
-    async def _ask(self, method: str, path: str, data: bytes | None, timeout_s: float) -> Any:
+    async def _request(self, method: str, path: str, data: bytes | None, timeout_s: float) -> Any:
         place = self.url + path
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         try:

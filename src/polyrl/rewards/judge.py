@@ -101,7 +101,7 @@ class Judge:
         await self._admitted(about, deadline)
         self._account.send(is_retry=number > 0)
         try:
-            reply, took_s = await self._ask(body, deadline)
+            reply, took_s = await self._request(body, deadline)
         except TryAgain as trouble:
             if trouble.after_s is not None:
                 pause_s = min(trouble.after_s, self._attempts.longest_asked_s)
@@ -145,7 +145,7 @@ class Judge:
                 raise RewardUnavailable("no request is allowed in time: lower rewards.slots or raise rewards.timeout_s")
             await asyncio.sleep(min(_LOOK_AGAIN_S, left_s + 0.001))
 
-    async def _ask(self, body: dict[str, Any], deadline: float) -> tuple[JudgeReply, float]:
+    async def _request(self, body: dict[str, Any], deadline: float) -> tuple[JudgeReply, float]:
         assert self._endpoint is not None, "start comes first"
         loop, path = asyncio.get_running_loop(), self._questions.path
         began, with_schema = loop.time(), self._with_schema

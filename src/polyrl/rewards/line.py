@@ -30,9 +30,9 @@ from polyrl.rewards.groups import RewardGroup, take_apart
 from polyrl.rewards.messages import (
     MAX_REPLY_BYTES,
     NONCE_BYTES,
-    Ask,
     Began,
     Failed,
+    FunctionRequest,
     GroupScored,
     Reply,
     RewardScored,
@@ -171,9 +171,9 @@ class RewardProcess(asyncio.Protocol):
         self._closes = self._is_leaving = False
         self._broken = ""
         """Why the process cannot be asked any more; empty while it can."""
-        self.num_asking = 0
+        self.num_assigned = 0
         """The number of answers that the pool has assigned to it."""
-        self.num_in_turn = 0
+        self.num_since_free = 0
         """The number of answers that it was assigned since it last had none."""
         self.is_alone = False
         """Whether it has one answer, and may get no other beside it."""
@@ -195,7 +195,7 @@ class RewardProcess(asyncio.Protocol):
         """Yield the functions that are running, each with its start time."""
         return ((one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None)
 
-    async def ask(self, call: RewardCall) -> ScoredReply | Failed:
+    async def score(self, call: RewardCall) -> ScoredReply | Failed:
         """Score one answer, or one group.
 
         Raises ProcessBroke; RewardFailed if the process cannot start or the row is not plain data.
@@ -208,7 +208,9 @@ class RewardProcess(asyncio.Protocol):
         given, answers = take_apart(call.given)
         try:
             request = encode(
-                Ask(nonce, "reward", call.function, call.arguments, given, call.timeout_s, call.cpu_s, answers)
+                FunctionRequest(
+                    nonce, "reward", call.function, call.arguments, given, call.timeout_s, call.cpu_s, answers
+                )
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error

@@ -12,7 +12,15 @@ from polyrl.config.plugins import is_own
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
-from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, decode_reply, encode, take_messages
+from polyrl.rewards.messages import (
+    MAX_REPLY_BYTES,
+    Failed,
+    FunctionRequest,
+    RewardSetup,
+    decode_reply,
+    encode,
+    take_messages,
+)
 from polyrl.rewards.reward import OURS, check_reward, find_reward
 from polyrl.rewards.sandbox.sandbox import shout
 
@@ -75,7 +83,7 @@ def _check(line: socket.socket, key: str, reward: WeightedReward) -> None:
     buffer, name = bytearray(), reward.function
     try:
         answers = [] if reward.whole_group else None
-        line.sendall(encode(Ask(b"", key, name, reward.args, None, 0.0, answers=answers)))
+        line.sendall(encode(FunctionRequest(b"", key, name, reward.args, None, 0.0, answers=answers)))
         while not (replies := [decode_reply(one) for one in take_messages(buffer, MAX_REPLY_BYTES)]):
             data = line.recv(1 << 16)
             if not data:

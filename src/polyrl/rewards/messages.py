@@ -30,7 +30,7 @@ class RewardSetup(Struct, frozen=True, tag=True, array_like=True):
     """The most memory that a process may take; 0: no limit."""
 
 
-class Ask(Struct, frozen=True, tag=True, array_like=True):
+class FunctionRequest(Struct, frozen=True, tag=True, array_like=True):
     nonce: bytes
     key: str
     """The setting that names the function. Error messages begin with it."""
@@ -76,7 +76,7 @@ class Failed(Struct, frozen=True, tag=True, array_like=True):
     """`unavailable`: another attempt may succeed. `stops`: none will. `unknown`: there is no such function."""
 
 
-RewardRequest = RewardSetup | Ask
+RewardRequest = RewardSetup | FunctionRequest
 Reply = Began | RewardScored | GroupScored | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)

@@ -76,7 +76,7 @@ class RewardPool:
         self._queue: deque[_Waiting] = deque()
         self.remote = RemotePlaces(self._fill, self._surroundings.start_s)
         """The places at reward workers; none until a dispatcher connects."""
-        self._asking: set[asyncio.Task[ScoredReply]] = set()
+        self._scoring: set[asyncio.Task[ScoredReply]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
         """Whether each function that was called is async."""
@@ -105,7 +105,7 @@ class RewardPool:
     async def run(self, call: RewardCall) -> ScoredReply:
         """Score by a call that is made already, as a reward worker has it. Raises as `score`."""
         task = asyncio.create_task(self._score(call))
-        self._asking.add(task)
+        self._scoring.add(task)
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
 
@@ -117,7 +117,7 @@ class RewardPool:
             num += 1
             if not name or begun_at < first:
                 first, name = begun_at, call.function
-        return PoolState(num, len(self._asking) - num, now - first, name)
+        return PoolState(num, len(self._scoring) - num, now - first, name)
 
     @property
     def pids(self) -> list[int]:
@@ -126,10 +126,10 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill all processes, and everything that they started."""
-        asking = list(self._asking)
-        for task in asking:
+        scoring = list(self._scoring)
+        for task in scoring:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*scoring, return_exceptions=True)
         left, self._processes = self._processes, []
         await asyncio.gather(*self._ending, *(process.end() for process in left))
 
@@ -157,12 +157,12 @@ class RewardPool:
 
     async def _score_somewhere(self, call: RewardCall, num_losses: int, *, may_travel: bool) -> ScoredReply:
         try:
-            reply = await self._ask(call, is_suspect=num_losses > 0, may_travel=may_travel)
+            reply = await self._request(call, is_suspect=num_losses > 0, may_travel=may_travel)
         except ProcessBroke as broke:
             if broke.is_own:
                 raise self._failure(broke) from broke
             try:
-                reply = await self._ask(call, alone=True)
+                reply = await self._request(call, alone=True)
             except ProcessBroke as again:
                 raise self._failure(again) from again
         if not isinstance(reply, Failed):
@@ -197,7 +197,7 @@ class RewardPool:
         named = [one for one in self._surroundings.withheld(os.environ) if one in reason]
         return f"; {named[0]} is withheld from rewards: name it in rewards.environment" if named else ""
 
-    async def _ask(
+    async def _request(
         self, call: RewardCall, *, alone: bool = False, is_suspect: bool = False, may_travel: bool = True
     ) -> ScoredReply | Failed:
         """Send a request to a free process, or to a reward worker.
@@ -215,7 +215,7 @@ class RewardPool:
                 self._give_back(waiting.place.result())
             raise
         try:
-            return await place.ask(call)
+            return await place.score(call)
         finally:
             if self._first.get(call.function) is place:
                 del self._first[call.function]
@@ -227,7 +227,7 @@ class RewardPool:
         """Assign free places to waiting requests, first come first served.
 
         A choosy request that gets none is passed over, for requests that may go to a reward worker; the next free
-        process stays its own. Processes whose turn has room are filled up behind the first that waits.
+        process stays its own. Shared processes that have room are filled up behind the first that waits.
         """
         choosy: list[_Waiting] = []
         while self._queue:
@@ -244,16 +244,16 @@ class RewardPool:
                     self._assign(waiting, place)
             self._queue.popleft()
         self._queue.extendleft(reversed(choosy))
-        self._fill_turns()
+        self._fill_shared()
 
-    def _fill_turns(self) -> None:
+    def _fill_shared(self) -> None:
         """Have async functions join those that run, past a request that waits for the process to be free.
 
         Without that, functions that may not meet, and come in turn, would run one at a time. As many as may run
         together may begin before the process is left to the others.
         """
-        for place in [one for one in self._processes if one.is_usable and one.is_shared and one.num_asking]:
-            room = max(0, self._together - place.num_in_turn)
+        for place in [one for one in self._processes if one.is_usable and one.is_shared and one.num_assigned]:
+            room = max(0, self._together - place.num_since_free)
             ahead = islice(self._queue, _LOOK_AHEAD if room else 0)
             mates = [index for index, waiting in enumerate(ahead) if self._may_join(waiting, place)][:room]
             for index in reversed(mates):
@@ -267,8 +267,8 @@ class RewardPool:
 
     def _assign(self, waiting: "_Waiting", place: RewardProcess | RemotePlace) -> None:
         if isinstance(place, RewardProcess):
-            place.num_in_turn = place.num_in_turn + 1 if place.num_asking else 1
-            place.num_asking += 1
+            place.num_since_free = place.num_since_free + 1 if place.num_assigned else 1
+            place.num_assigned += 1
             place.is_alone = waiting.alone
             place.is_shared = self._is_async.get(waiting.name, False) and not waiting.alone
             place.runs_own = waiting.is_own
@@ -277,10 +277,10 @@ class RewardPool:
         waiting.place.set_result(place)
 
     def _process_for(self, waiting: "_Waiting") -> RewardProcess | None:
-        for broken in [one for one in self._processes if not one.is_usable and not one.num_asking]:
+        for broken in [one for one in self._processes if not one.is_usable and not one.num_assigned]:
             self._end(broken)
         if waiting.alone:
-            idle = [one for one in self._processes if not one.num_asking]
+            idle = [one for one in self._processes if not one.num_assigned]
             if len(self._processes) >= self._max_processes and idle:
                 self._end(idle[0])
             return self._start_one()
@@ -289,10 +289,10 @@ class RewardPool:
         usable = [one for one in self._processes if one.is_usable]
         alike = [one for one in usable if one.runs_own == waiting.is_own]
         if self._is_async.get(waiting.name, False):
-            shared = [one for one in alike if one.is_shared and 0 < one.num_asking < self._together]
+            shared = [one for one in alike if one.is_shared and 0 < one.num_assigned < self._together]
             if shared:
-                return min(shared, key=lambda one: one.num_asking)
-        idle = [one for one in usable if not one.num_asking]
+                return min(shared, key=lambda one: one.num_assigned)
+        idle = [one for one in usable if not one.num_assigned]
         return next((one for one in idle if one in alike), None) or self._start_one() or next(iter(idle), None)
 
     def _start_one(self) -> RewardProcess | None:
@@ -313,9 +313,9 @@ class RewardPool:
             place.give_back()
             self._fill()
             return
-        place.num_asking -= 1
+        place.num_assigned -= 1
         if place in self._processes:
-            if not place.is_usable and not place.num_asking:
+            if not place.is_usable and not place.num_assigned:
                 self._end(place)
             self._fill()
 
@@ -326,7 +326,7 @@ class RewardPool:
         task.add_done_callback(self._ending.discard)
 
     def _forget(self, task: asyncio.Task[ScoredReply]) -> None:
-        self._asking.discard(task)
+        self._scoring.discard(task)
         if not task.cancelled():
             task.exception()  # mark the exception as retrieved: the caller may be gone
 

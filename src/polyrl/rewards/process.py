@@ -33,9 +33,9 @@ from polyrl.errors import ConfigError, one_line, plain, shorten
 from polyrl.parent import end_with_parent
 from polyrl.rewards.groups import check_annotation, check_values, make_group
 from polyrl.rewards.messages import (
-    Ask,
     Began,
     Failed,
+    FunctionRequest,
     GroupScored,
     Reply,
     RewardScored,
@@ -98,7 +98,7 @@ class RewardServer:
         self._functions: dict[str, RewardFunction] = {}
         self._sides = {True: _Side(), False: _Side()}
         """Whose functions they are: a person's own, or ours."""
-        self._next: deque[Ask] = deque()
+        self._next: deque[FunctionRequest] = deque()
 
     def serve(self) -> None:
         while True:
@@ -116,53 +116,53 @@ class RewardServer:
             if side.objects.closes:
                 side.run(side.objects.close())
 
-    def _answer(self, ask: Ask) -> None:
-        function = self._find(ask)
+    def _answer(self, request: FunctionRequest) -> None:
+        function = self._find(request)
         if function is None:
             return
-        if ask.given is None:
-            self._say(_checked(ask, function))
+        if request.given is None:
+            self._say(_checked(request, function))
         elif is_async(function):
-            self._side(ask).run(self._answer_together(ask, function))
+            self._side(request).run(self._answer_together(request, function))
             while self._next:
                 self._answer(self._next.popleft())
         else:
-            self._say(self._call(ask, function))
+            self._say(self._call(request, function))
 
-    def _call(self, ask: Ask, function: RewardFunction) -> Reply:
+    def _call(self, request: FunctionRequest, function: RewardFunction) -> Reply:
         try:
             if inspect.isclass(function):
-                side = self._side(ask)
-                called = side.run(side.objects.ready(ask.function, function, ask.arguments))
+                side = self._side(request)
+                called = side.run(side.objects.ready(request.function, function, request.arguments))
             else:
-                called = partial(function, **ask.arguments)
-            self._say(Began(ask.nonce, False, self._closes))
-            return _timed(ask, called)
+                called = partial(function, **request.arguments)
+            self._say(Began(request.nonce, False, self._closes))
+            return _timed(request, called)
         except BaseException as error:  # noqa: BLE001  a function may raise anything, SystemExit too
-            return _failure(ask, error)
+            return _failure(request, error)
 
-    def _side(self, ask: Ask) -> _Side:
-        return self._sides[is_own(ask.function)]
+    def _side(self, request: FunctionRequest) -> _Side:
+        return self._sides[is_own(request.function)]
 
     @property
     def _closes(self) -> bool:
         return any(side.objects.closes for side in self._sides.values())
 
-    def _find(self, ask: Ask) -> RewardFunction | None:
-        function = self._functions.get(ask.function)
+    def _find(self, request: FunctionRequest) -> RewardFunction | None:
+        function = self._functions.get(request.function)
         if function is not None:
             return function
         try:
-            function = self._functions[ask.function] = find_reward(ask.function, ask.key)
+            function = self._functions[request.function] = find_reward(request.function, request.key)
         except ConfigError as error:
             traceback.print_exc()
-            self._say(Failed(ask.nonce, str(error), "unknown"))
+            self._say(Failed(request.nonce, str(error), "unknown"))
         except BaseException as error:  # noqa: BLE001  a module may raise anything, SystemExit too
             traceback.print_exc()
-            self._say(Failed(ask.nonce, f"{ask.key}: {ask.function}: {one_line(error)}", "unknown"))
+            self._say(Failed(request.nonce, f"{request.key}: {request.function}: {one_line(error)}", "unknown"))
         return function
 
-    async def _answer_together(self, ask: Ask, function: RewardFunction) -> None:
+    async def _answer_together(self, request: FunctionRequest, function: RewardFunction) -> None:
         """Run this async function, and others that are requested before the last one has ended.
 
         The pool mixes in neither plain functions nor the other side's.
@@ -170,11 +170,11 @@ class RewardServer:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        running = {loop.create_task(self._wait_for(ask, function))}
+        running = {loop.create_task(self._wait_for(request, function))}
 
-        def begin(other: Ask) -> None:
+        def begin(other: FunctionRequest) -> None:
             its = self._find(other)
-            if its is not None and is_async(its) and self._side(other) is self._side(ask):
+            if its is not None and is_async(its) and self._side(other) is self._side(request):
                 running.add(loop.create_task(self._wait_for(other, its)))
             elif its is not None:  # asked after the last reply was sent: it runs when this loop has ended
                 self._next.append(other)
@@ -182,7 +182,7 @@ class RewardServer:
         def begin_all() -> None:
             for body in take_messages(self._buffer):
                 other = decode_request(body)
-                assert isinstance(other, Ask), "the other message is said once, first"
+                assert isinstance(other, FunctionRequest), "the other message is said once, first"
                 begin(other)
 
         def hear() -> None:
@@ -204,23 +204,23 @@ class RewardServer:
             running -= done
         loop.remove_reader(self._line)
 
-    async def _wait_for(self, ask: Ask, function: RewardFunction) -> None:
+    async def _wait_for(self, request: FunctionRequest, function: RewardFunction) -> None:
         import asyncio
 
         limit = asyncio.timeout(None)
         reply: Reply
         try:
-            called = await self._side(ask).objects.ready(ask.function, function, ask.arguments)
+            called = await self._side(request).objects.ready(request.function, function, request.arguments)
             async with places_of(called):
-                self._say(Began(ask.nonce, True, self._closes))
+                self._say(Began(request.nonce, True, self._closes))
                 async with limit:
-                    limit.reschedule(asyncio.get_running_loop().time() + ask.timeout_s)
-                    value: Any = await called(_given(ask))
-            reply = _reply(ask, value)
+                    limit.reschedule(asyncio.get_running_loop().time() + request.timeout_s)
+                    value: Any = await called(_given(request))
+            reply = _reply(request, value)
         except TimeoutError as error:
-            reply = _timed_out(ask) if limit.expired() else _failure(ask, error)
+            reply = _timed_out(request) if limit.expired() else _failure(request, error)
         except BaseException as error:  # noqa: BLE001  as for a plain function
-            reply = _failure(ask, error)
+            reply = _failure(request, error)
         self._say(reply)
 
     def _say(self, reply: Reply) -> None:
@@ -229,25 +229,25 @@ class RewardServer:
         self._line.sendall(encode(reply))
 
 
-def _checked(ask: Ask, function: RewardFunction) -> Reply:
+def _checked(request: FunctionRequest, function: RewardFunction) -> Reply:
     try:
-        check_reward(function, ask.arguments, ask.key)
-        check_annotation(function, ask.key, whole_group=ask.answers is not None)
+        check_reward(function, request.arguments, request.key)
+        check_annotation(function, request.key, whole_group=request.answers is not None)
     except ConfigError as error:
-        return Failed(ask.nonce, str(error), "unknown")
-    return RewardScored(ask.nonce, 0.0, {})
+        return Failed(request.nonce, str(error), "unknown")
+    return RewardScored(request.nonce, 0.0, {})
 
 
-def _timed(ask: Ask, function: Callable[[Any], Any]) -> Reply:
+def _timed(request: FunctionRequest, function: Callable[[Any], Any]) -> Reply:
     """Call a plain function. At its limit of CPU time a signal ends the process: no code of the function's runs on."""
     before_s = _cpu_s()
-    if ask.cpu_s:
-        signal.setitimer(signal.ITIMER_PROF, ask.cpu_s)
+    if request.cpu_s:
+        signal.setitimer(signal.ITIMER_PROF, request.cpu_s)
     try:
-        value = function(_given(ask))
+        value = function(_given(request))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-    return _reply(ask, value, _cpu_s() - before_s)
+    return _reply(request, value, _cpu_s() - before_s)
 
 
 def _cpu_s() -> float:
@@ -256,19 +256,19 @@ def _cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _given(ask: Ask) -> Any:
+def _given(request: FunctionRequest) -> Any:
     """Return what the function is called with: an answer, or a group of them."""
-    assert ask.given is not None, "the request is no look-up"
-    return ask.given if ask.answers is None else make_group(ask.given, ask.answers)
+    assert request.given is not None, "the request is no look-up"
+    return request.given if request.answers is None else make_group(request.given, request.answers)
 
 
-def _reply(ask: Ask, value: Any, cpu_s: float | None = None) -> Reply:
+def _reply(request: FunctionRequest, value: Any, cpu_s: float | None = None) -> Reply:
     """Make the reply of what a function returned. `cpu_s`: the measured CPU time, used where the function says none."""
-    if ask.answers is not None:
-        found = check_values(value, len(ask.answers))
-        return GroupScored(ask.nonce, [None if one is None else _scored(b"", one) for one in found])
+    if request.answers is not None:
+        found = check_values(value, len(request.answers))
+        return GroupScored(request.nonce, [None if one is None else _scored(b"", one) for one in found])
     reward = check_value(value)
-    return _scored(ask.nonce, reward._replace(cpu_s=cpu_s) if reward.cpu_s is None else reward)
+    return _scored(request.nonce, reward._replace(cpu_s=cpu_s) if reward.cpu_s is None else reward)
 
 
 def _scored(nonce: bytes, reward: Reward) -> RewardScored:
@@ -276,27 +276,27 @@ def _scored(nonce: bytes, reward: Reward) -> RewardScored:
     return RewardScored(nonce, reward.score, dict(reward.parts), reward.outcome, reward.cpu_s, reward.correct)
 
 
-def _timed_out(ask: Ask) -> Failed:
-    return Failed(ask.nonce, f"took longer than {ask.timeout_s:g} s", "timed_out")
+def _timed_out(request: FunctionRequest) -> Failed:
+    return Failed(request.nonce, f"took longer than {request.timeout_s:g} s", "timed_out")
 
 
-def _failure(ask: Ask, error: BaseException) -> Failed:
+def _failure(request: FunctionRequest, error: BaseException) -> Failed:
     try:
-        return _described(ask, error)
+        return _described(request, error)
     except BaseException:  # noqa: BLE001  an exception's own text may raise as well
-        return Failed(ask.nonce, type(error).__name__)
+        return Failed(request.nonce, type(error).__name__)
 
 
-def _described(ask: Ask, error: BaseException) -> Failed:
+def _described(request: FunctionRequest, error: BaseException) -> Failed:
     if isinstance(error, RewardUnavailable | RewardStops):
         kind = "stops" if isinstance(error, RewardStops) else "unavailable"
-        return Failed(ask.nonce, shorten(plain(str(error))), kind)
+        return Failed(request.nonce, shorten(plain(str(error))), kind)
     if isinstance(error, RewardFailed):
         return Failed(
-            ask.nonce, shorten(plain(str(error))), "timed_out" if isinstance(error, RewardTimedOut) else "failed"
+            request.nonce, shorten(plain(str(error))), "timed_out" if isinstance(error, RewardTimedOut) else "failed"
         )
     traceback.print_exception(error)
-    return Failed(ask.nonce, one_line(error) + _where(error.__traceback__))
+    return Failed(request.nonce, one_line(error) + _where(error.__traceback__))
 
 
 def _where(trace: TracebackType | None) -> str:

@@ -58,7 +58,7 @@ class RewardModel:
 
     async def __call__(self, given: RewardInput) -> Reward:
         if self._endpoint is not None:
-            return Reward(await self._ask(self._endpoint, given))
+            return Reward(await self._request(self._endpoint, given))
         assert self._model is not None and self._batches is not None, "start comes first"
         return Reward(await self._batches.score(self._model.encode(given)))
 
@@ -67,7 +67,7 @@ class RewardModel:
         """The number of batches computed in this process."""
         return 0 if self._model is None else self._model.num_batches
 
-    async def _ask(self, endpoint: Endpoint, given: RewardInput) -> float:
+    async def _request(self, endpoint: Endpoint, given: RewardInput) -> float:
         args = self._args
         path, body = request(args, given, args.model)
 

@@ -159,7 +159,7 @@ class TrainingRun:
         listening.start()
         threading.Thread(target=self._hear, args=(listening,), name="events of a run", daemon=True).start()
         try:
-            self._ask(request)
+            self._send(request)
             self._is_up.wait()
         except BaseException:
             self._kill()
@@ -294,7 +294,7 @@ class TrainingRun:
 
     # What it says, in threads of their own
 
-    def _ask(self, request: child.RunRequested) -> None:
+    def _send(self, request: child.RunRequested) -> None:
         """Send a request. The pipe stays open: when it closes, the process knows that this program has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and its events say why

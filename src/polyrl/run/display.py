@@ -24,7 +24,7 @@ from polyrl.telemetry.progress import Progress, RunView, WorkerView
 from polyrl.wire.control import Status, WaitStatus, WorkerStatus
 from polyrl.wire.dial import Dialer, Unreachable
 
-_ASK_EVERY_S = 0.5
+_REFRESH_EVERY_S = 0.5
 _NAMED_WAITS = (
     "trainer",
     "weights",
@@ -65,21 +65,21 @@ class Display:
         self._dialer = dialer
         self._local_worker = local_worker
         self._status: Status | None = None
-        self._asking: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self.progress.__enter__()
         if self.progress.is_live:
-            self._asking = asyncio.create_task(self._ask_again_and_again())
+            self._refreshing = asyncio.create_task(self._refresh_again_and_again())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._asking
+                await self._refreshing
         self.progress.__exit__(kind, error, traceback)
 
     # What the loop says
@@ -113,7 +113,7 @@ class Display:
 
     # What the manager says
 
-    async def _ask_again_and_again(self) -> None:
+    async def _refresh_again_and_again(self) -> None:
         async with self._dialer as dialer:
             while True:
                 try:
@@ -121,7 +121,7 @@ class Display:
                     self._show()
                 except (Unreachable, UserError) as error:
                     self.progress.note(f"the manager does not answer: {error}")
-                await asyncio.sleep(_ASK_EVERY_S)
+                await asyncio.sleep(_REFRESH_EVERY_S)
 
     def _show(self) -> None:
         if self.progress.is_live:

@@ -77,7 +77,7 @@ class KeptSpan(NamedTuple):
     logprobs: Sequence[float] = ()
     """The log-probabilities that drawn tokens were drawn with."""
     writers: Sequence[int] = ()
-    """For each drawn token, the place of its segment in the sample's `turns`."""
+    """For each drawn token, the place of its segment in the sample's `segments`."""
 
 
 class KeptSample(NamedTuple):
@@ -93,7 +93,7 @@ class KeptSample(NamedTuple):
     """None: it is not scored yet."""
     parts: dict[str, float]
     finish: str
-    turns: tuple[TrainSegment, ...]
+    segments: tuple[TrainSegment, ...]
     num_drawn: int
     sequences: tuple[tuple[KeptSpan, ...], ...] = ()
     """The training sequences of an episode; empty: `answer` was drawn in one piece. `prompt` and `answer` are the first
@@ -217,28 +217,28 @@ def _episodes(group: TrainGroup) -> list[list[TrainSample]]:
 def _of_entry(step: int, episode: list[TrainSample], index: int, state: KeptState) -> KeptSample:
     sample = episode[0]
     is_one_answer = len(episode) == 1 and sample.drawn is None
-    turns = tuple(dict.fromkeys(segment for one in episode for segment in one.written_by))
+    segments = tuple(dict.fromkeys(segment for one in episode for segment in one.written_by))
     return KeptSample(
         step, f"{sample.group}/{index}", state, sample.prompt.tolist(), sample.answer.tolist(), sample.reward,
-        dict(sample.parts), sample.finish, sample.written_by if is_one_answer else turns,
+        dict(sample.parts), sample.finish, sample.written_by if is_one_answer else segments,
         sum(one.num_drawn for one in episode),
-        () if is_one_answer else tuple(_spans_of_entry(one, turns) for one in episode),
+        () if is_one_answer else tuple(_spans_of_entry(one, segments) for one in episode),
         sample.logprobs.tolist() if is_one_answer else (),
     )  # fmt: skip
 
 
-def _spans_of_entry(sample: TrainSample, turns: Sequence[TrainSegment]) -> tuple[KeptSpan, ...]:
+def _spans_of_entry(sample: TrainSample, segments: Sequence[TrainSegment]) -> tuple[KeptSpan, ...]:
     num_prompt = len(sample.prompt)
     positions = range(len(sample.answer)) if sample.drawn is None else sample.drawn.tolist()
     drawn = [num_prompt + one for one in positions]
-    writers = [turns.index(segment) for segment in sample.written_by for _ in range(segment.num_tokens)]
+    writers = [segments.index(segment) for segment in sample.written_by for _ in range(segment.num_tokens)]
     return _spans([*sample.prompt.tolist(), *sample.answer.tolist()], drawn, sample.logprobs.tolist(), writers)
 
 
 def _spans(
     tokens: Sequence[int], drawn: Sequence[int], logprobs: Sequence[float] = (), writers: Sequence[int] = ()
 ) -> tuple[KeptSpan, ...]:
-    """Return the tokens in pieces, given and drawn ones in turn. `drawn`: the positions of the drawn ones."""
+    """Return the tokens in pieces, given and drawn ones alternating. `drawn`: the positions of the drawn ones."""
     is_drawn = np.zeros(len(tokens), bool)
     is_drawn[list(drawn)] = True
     starts = [0, *(np.flatnonzero(np.diff(is_drawn)) + 1).tolist(), len(tokens)]
@@ -264,22 +264,22 @@ def _open_samples(run_dir: Path, step_of: Mapping[GroupId, int]) -> dict[int, li
     found: dict[int, list[KeptSample]] = {}
     for sample in sorted(payload.tokens):
         step = step_of[group_of(sample)]
-        text = payload.tokens[sample]
-        if text.finish and (not text.calls or sample in scored):  # calls before an episode's last have ended too
+        written = payload.tokens[sample]
+        if written.finish and (not written.calls or sample in scored):  # calls before an episode's last have ended too
             found.setdefault(step, []).append(_of_journal(step, sample, payload, is_scored=sample in scored))
     return found
 
 
 def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: bool) -> KeptSample:
-    text = payload.tokens[sample]
+    written = payload.tokens[sample]
     prompt = payload.prompts.get(group_of(sample))
-    ends = [one.from_token for one in text.segments[1:]] + [text.num_tokens]
-    turns = tuple(
+    ends = [one.from_token for one in written.segments[1:]] + [written.num_tokens]
+    segments = tuple(
         TrainSegment(one.version, end - one.from_token, one.engine, one.worker)
-        for one, end in zip(text.segments, ends, strict=True)
+        for one, end in zip(written.segments, ends, strict=True)
     )
-    tokens, reward = columns.view_cells(text.cells)["token"], text.reward if is_scored else None
-    sequences = make_sequences(calls_of(text.calls, text.cells), tokens.astype(np.int32))
+    tokens, reward = columns.view_cells(written.cells)["token"], written.reward if is_scored else None
+    sequences = make_sequences(calls_of(written.calls, written.cells), tokens.astype(np.int32))
     spans = tuple(_spans(one.tokens.tolist(), one.trained.tolist()) for one in sequences)
     if spans:
         given = spans[0][0].tokens
@@ -287,8 +287,8 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
     else:
         given, answer = () if prompt is None else columns.unpack_tokens(prompt.tokens), tokens.tolist()
     return KeptSample(
-        step, show_sample(sample), "open", given, answer, reward, text.parts, text.finish, turns, len(tokens), spans,
-        () if spans else columns.view_cells(text.cells)["logprob"].tolist(),
+        step, show_sample(sample), "open", given, answer, reward, written.parts, written.finish, segments,
+        len(tokens), spans, () if spans else columns.view_cells(written.cells)["logprob"].tolist(),
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def lend(nodes: Nodes) -> int:
     """Run the ranks of a node other than zero until the run is over. Raises UserError if node zero does not come."""
     while True:
         print(f"node {nodes.number}: waits for node 0 at {nodes.meet}", flush=True)
-        size = _ask(nodes)
+        size = _world_size(nodes)
         infos = [nodes.info(rank, size) for rank in nodes.ranks_here(size)]
         print(f"node {nodes.number}: has ranks {infos[0].rank} to {infos[-1].rank} of {size}", flush=True)
         started = [start_rank(info, None) for info in infos]
@@ -122,7 +122,7 @@ def _until_one_fails(started: "list[subprocess.Popen[bytes]]") -> int:
         time.sleep(_LOOK_EVERY_S)
 
 
-def _ask(nodes: Nodes) -> int:
+def _world_size(nodes: Nodes) -> int:
     """Return the number of all ranks, as soon as node zero says so."""
     until = time.monotonic() + _WAIT_S
     while time.monotonic() < until:

@@ -1,9 +1,9 @@
 """The first rank of a replica other than the first: it hosts a local worker, and trains what rank zero hands it.
 
     rank zero -> one command at a time -> this process -> the ranks that share its copy of the model
-    manager   -> ChangeDuty            -> its own worker's agent -> whose turn it is on its devices
+    manager   -> ChangeDuty            -> its own worker's agent -> the duty of its devices
 
-Rules kept here: work waits for training's turn, as at rank zero. From the end of a step until rank zero says that the
+Rules kept here: work waits until the devices train, as at rank zero. From a step's end until rank zero says that the
 new version is published, the engine does not wake: its weights would have another version than it names.
 """
 
@@ -40,7 +40,7 @@ from polyrl.trainer.replicas import (
     ReplicaCommand,
     ReplicaNews,
     ServeShares,
-    TurnChanged,
+    TrainingChanged,
 )
 from polyrl.trainer.step_stats import Steps
 from polyrl.wire.dial import Dialer
@@ -64,7 +64,7 @@ class ReplicaProcess:
         """The run to join, until it has joined."""
         self._worker: asyncio.Task[Left] | None = None
         self._held = AsyncExitStack()
-        """Training's turn, while it is kept after a step's end."""
+        """The devices, while they are kept for training after a step's end."""
         self._stack = AsyncExitStack()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="to rank zero")
 
@@ -149,10 +149,10 @@ class ReplicaProcess:
         )
         self._devices.close()
         generates = self._engine is not None
-        self._devices = Devices(self._engine, generates=generates, on_turn=lambda on: self._say(TurnChanged(on)))
+        self._devices = Devices(self._engine, generates=generates, on_duty=lambda on: self._say(TrainingChanged(on)))
         if generates:
             self._join = command
-            self._say(TurnChanged(is_training=False))
+            self._say(TrainingChanged(is_training=False))
 
     def _serve_share(self, facts: VersionFacts) -> None:
         policy = self._learner.policy

@@ -24,7 +24,7 @@ from polyrl.errors import UserError
 from polyrl.run.encryption import encryption
 from polyrl.weights.interfaces import listening_addresses
 
-_ASK_EVERY_S = 2.0
+_REFRESH_EVERY_S = 2.0
 
 
 def check_settings(recipe: Recipe) -> None:
@@ -152,7 +152,7 @@ def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:
 
 
 async def tell_who_is_turned_away(
-    fleet: Fleet, started: Container[str], say: Callable[[str | Text], None], every_s: float = _ASK_EVERY_S
+    fleet: Fleet, started: Container[str], say: Callable[[str | Text], None], every_s: float = _REFRESH_EVERY_S
 ) -> None:
     """Print a line for each worker from elsewhere that cannot serve this run, until somebody cancels this, or the
     manager is given up, which the run says itself. `started` are told of by their keeper."""

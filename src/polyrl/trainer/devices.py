@@ -1,13 +1,13 @@
-"""Takes turns on the trainer's own devices: the engine generates, or the trainer trains. Turns change within a step.
+"""The trainer's own devices generate or train; this duty changes within a step.
 
     the scheduler decides -> a local worker's agent calls `set_duty` -> the engine sleeps or wakes
-    the loop calls `train(work)` -> waits for training's turn -> runs it in a thread
-    the loop validates -> `for_validation` -> the engine is awake, whatever the turn
+    the loop calls `train(work)` -> waits until the devices train -> runs it in a thread
+    the loop validates -> `for_validation` -> the engine is awake, whatever the duty
 
-Rules kept here: the two never run at the same time, and running work ends before the turn changes, even if its caller
-is cancelled. An update of the weights keeps its turn (`held`) until the weights have their new version's number, and
+Rules kept here: the two never run at the same time, and running work ends before the duty changes, even if its caller
+is cancelled. An update of the weights keeps the devices (`held`) until the weights have their new version's number, and
 for good if they never get it: the engine never wakes with weights of another version than it names. Without a local
-worker it is always training's turn.
+worker the devices always train.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ class Sleeper(Protocol):
     async def wake(self) -> None: ...
 
 
-class TurnClock:
-    """Whether it is training's turn, and for how long it has been. `on_change` hears of every change."""
+class TrainingClock:
+    """Whether the devices' duty is training, and for how long it has been. `on_change` hears of every change."""
 
     def __init__(self, on_change: Callable[[bool], None] | None = None) -> None:
         self._is_on = asyncio.Event()
@@ -46,7 +46,7 @@ class TurnClock:
 
     @property
     def seconds(self) -> float:
-        """The seconds that have been training's turn."""
+        """The seconds for which training has been the duty."""
         return self._past_s + (time.monotonic() - self._began if self.is_on else 0.0)
 
     def begin(self) -> None:
@@ -70,20 +70,20 @@ class TurnClock:
 
 
 class Devices:
-    """The turns of these devices. `engine` runs on them, if there is one; `generates`: it also serves the fleet, and
-    takes turns with training."""
+    """The trainer's devices and their duty. `engine` runs on them, if there is one; `generates`: it also serves the
+    fleet, and the duty changes between generating and training."""
 
     def __init__(
         self,
         engine: Sleeper | None = None,
         *,
         generates: bool = True,
-        on_turn: Callable[[bool], None] | None = None,
+        on_duty: Callable[[bool], None] | None = None,
     ) -> None:
-        """`on_turn` hears whether it is training's turn, when that changes."""
+        """`on_duty` hears whether the duty is training, when that changes."""
         self._engine = engine
         self._validates = False
-        self.turn = TurnClock(on_turn)
+        self.training = TrainingClock(on_duty)
         self._at_work = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self.duty: Duty = "training"
@@ -91,26 +91,26 @@ class Devices:
         if engine is not None and generates:
             self.duty = "generating"
         else:
-            self.turn.begin()
+            self.training.begin()
 
     async def set_duty(self, duty: Duty) -> None:
-        """Change the turn. Returns when the devices have changed over."""
+        """Change the duty. Returns when the devices have changed over."""
         if self._engine is None:
             return
         if duty == "training":
             if not self._validates:
                 await self._engine.sleep()
             self.duty = duty
-            self.turn.begin()
+            self.training.begin()
             return
-        self.turn.end()
+        self.training.end()
         async with self._at_work:
             self.duty = duty
             await self._engine.wake()
 
     async def train(self, work: Callable[[], T]) -> T:
-        """Run `work` in the trainer's thread, in training's turn. It must not change the weights."""
-        await self._take_turn()
+        """Run `work` in the trainer's thread, while training is the duty. It must not change the weights."""
+        await self._take_devices()
         try:
             return await self.run(work)
         finally:
@@ -118,21 +118,22 @@ class Devices:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Wait for training's turn, and keep it within this context. After an exception it is never given back."""
-        await self._take_turn()
+        """Wait until the devices train, and keep them within this context. After an exception they are never given
+        back."""
+        await self._take_devices()
         yield
         self._at_work.release()
 
-    async def _take_turn(self) -> None:
+    async def _take_devices(self) -> None:
         while True:
-            await self.turn.wait()
+            await self.training.wait()
             await self._at_work.acquire()
-            if self.turn.is_on:
+            if self.training.is_on:
                 return
             self._at_work.release()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the trainer's thread. The caller holds training's turn (`held`)."""
+        """Run `work` in the trainer's thread. The caller holds the devices (`held`)."""
         began = time.monotonic()
         try:
             return await finish_first(asyncio.get_running_loop().run_in_executor(self._thread, work))
@@ -141,7 +142,7 @@ class Devices:
 
     @asynccontextmanager
     async def for_validation(self) -> AsyncIterator[None]:
-        """Keep the engine awake within this context. Nothing may be trained meanwhile; a change of turn takes effect
+        """Keep the engine awake within this context. Nothing may be trained meanwhile; a change of duty takes effect
         after it."""
         assert self._engine is not None
         self._validates = True

@@ -8,7 +8,7 @@ the newest weights it has.
 
 Rules kept here: a group is taken (acknowledged) before it is trained. Once taken, it is trained in this step unless the
 process dies. A group without a learning signal is rejected, and the scheduler starts another prompt in its place.
-Weights change and get their new version number within one turn of the devices.
+Weights change and get their new version number while the devices are held for training.
 
 Left out: starting processes (run/training), computing rewards, and showing the numbers (telemetry).
 """
@@ -182,7 +182,7 @@ class Loop:
     async def _step(self, step: int) -> StepReport:
         began = time.monotonic()
         replicas = self._replicas
-        turn_before, trained_before = replicas.turn_s, replicas.trained_s
+        duty_before, trained_before = replicas.training_duty_s, replicas.trained_s
         await self._events.step_begins(step)
         await replicas.begin(step)
         self._rejected, self._suspected = [], Counter()
@@ -195,7 +195,7 @@ class Loop:
                 "and `polyrl ledger` counts it. The run can go on when that is mended"
             )
         generated = time.monotonic()
-        idle_s = replicas.turn_s - turn_before - (replicas.trained_s - trained_before)
+        idle_s = replicas.training_duty_s - duty_before - (replicas.trained_s - trained_before)
         async with replicas.own.devices.held():
             stats = await replicas.finish()
             self._note_too_far(stats)
@@ -204,7 +204,7 @@ class Loop:
                 "total": time.monotonic() - began,
                 "generate": generated - began,
                 "train": replicas.trained_s - trained_before,
-                "idle": max(0.0, idle_s),  # work that began in a turn may end after it
+                "idle": max(0.0, idle_s),  # work may end after the duty has changed
             }
             report = make_report(stats, batches, filtered, self._rejected, seconds)
             save_s = await self._make_safe(report, batches)
@@ -316,8 +316,8 @@ class Loop:
         """Start training on groups as soon as a replica is free; it goes on beside the round. `number` is that of the
         micro-batch: a synchronous step divides them the same way every time."""
         batch = [one.samples for one in arrived]
-        in_turn = number if self._recipe.train.mode == "synchronous" else None
-        replica = await self._replicas.free(in_turn)  # a group taken earlier would count as being trained
+        its_replica = number if self._recipe.train.mode == "synchronous" else None
+        replica = await self._replicas.free(its_replica)  # a group taken earlier would count as being trained
         await self._fleet.take(*(one.group for one in arrived), worker=replica.worker)
 
         async def train() -> None:
@@ -359,7 +359,7 @@ def why_enough(train: TrainSection, report: StepReport) -> str | None:
 
 
 def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, device_type: str) -> bool:
-    """Return whether this much is worth a turn on the device. For a GPU, part of a pack takes as long as a full one."""
+    """Return whether this much is worth a call of the device. For a GPU, part of a pack takes as long as a full one."""
     if num_tokens >= train.micro_batch_tokens * (train.ranks // train.replicas):
         return True
     least = train.min_micro_batch_samples

@@ -1,12 +1,12 @@
-"""Replicas as rank zero sees them: each trains on groups of its own, in its own turns, and all meet to end a step.
+"""Replicas as rank zero sees them: each trains on groups of its own on its own devices, and all meet to end a step.
 
-    replica = await replicas.free()             one that has training's turn, and nothing to do
+    replica = await replicas.free()             one whose devices train, with nothing to do
     replicas.start(replica, work)               beside the others; a failure is raised by whatever waits here next
     stats = await replicas.finish()             all of them; each then holds still until `release`
     await replicas.name_version(7)              their engines may run what they hold as version 7
 
-The first replica is in this process. Another one is led by a process that hosts a worker of its own, and tells whose
-turn it is there (run/replica.py). Rank zero hands out the work: a replica gets one command at a time, and answers it.
+The first replica is in this process. Another one is led by a process that hosts a worker of its own, and tells what
+its devices do (run/replica.py). Rank zero hands out the work: a replica gets one command at a time, and answers it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from polyrl.errors import RankLost, UserError
 from polyrl.trainer.batch import TrainGroup, encode_groups, first_sequences
-from polyrl.trainer.devices import Devices, TurnClock
+from polyrl.trainer.devices import Devices, TrainingClock
 from polyrl.trainer.leading import Add, Begin, Finish, StopRanks
 from polyrl.trainer.publishing import VersionFacts
 from polyrl.trainer.ranks import RankLines
@@ -63,11 +63,11 @@ class CommandDone(Struct, frozen=True, tag=True):
     trained_s: float = 0.0
 
 
-class TurnChanged(Struct, frozen=True, tag=True):
+class TrainingChanged(Struct, frozen=True, tag=True):
     is_training: bool
 
 
-ReplicaNews = CommandDone | TurnChanged
+ReplicaNews = CommandDone | TrainingChanged
 
 
 class Replica(Protocol):
@@ -75,7 +75,7 @@ class Replica(Protocol):
     """The name of its local worker."""
 
     @property
-    def turn(self) -> TurnClock: ...
+    def training(self) -> TrainingClock: ...
 
     @property
     def trained_s(self) -> float: ...
@@ -90,8 +90,8 @@ class OwnReplica:
         self.steps, self.devices, self.worker = steps, devices, worker
 
     @property
-    def turn(self) -> TurnClock:
-        return self.devices.turn
+    def training(self) -> TrainingClock:
+        return self.devices.training
 
     @property
     def trained_s(self) -> float:
@@ -109,8 +109,8 @@ class FarReplica:
         self, lines: RankLines, worker: str, lost: Callable[[RuntimeError], RankLost | None], *, serves: bool = False
     ) -> None:
         self.worker, self.serves = worker, serves
-        self.turn = TurnClock()
-        self.turn.begin()  # until an engine is there, nothing else uses its devices
+        self.training = TrainingClock()
+        self.training.begin()  # until an engine is there, nothing else uses its devices
         self.trained_s = 0.0
         self._lines, self._lost = lines, lost
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,7 +119,7 @@ class FarReplica:
         self._is_stopped = False
         threading.Thread(target=self._hear, name=f"from {worker}", daemon=True).start()
 
-    def ask(self, command: ReplicaCommand) -> Future[None]:
+    def send(self, command: ReplicaCommand) -> Future[None]:
         """Give it a command. The result is there when it is carried out, with an exception if the replica is gone."""
         assert self._pending is None or self._pending.done(), "one command at a time"
         self._pending = answer = Future[None]()
@@ -135,7 +135,7 @@ class FarReplica:
 
     async def tell(self, command: ReplicaCommand) -> None:
         self._loop = asyncio.get_running_loop()
-        await asyncio.wrap_future(self.ask(command))
+        await asyncio.wrap_future(self.send(command))
 
     async def add(self, groups: Sequence[TrainGroup], first: int | None) -> None:
         await self.tell(Add(encode_groups(groups), first))
@@ -146,7 +146,7 @@ class FarReplica:
         if is_at_work or self._is_stopped:
             return
         self._is_stopped = True
-        answer = self.ask(StopRanks())
+        answer = self.send(StopRanks())
         with contextlib.suppress(UserError, RuntimeError, TimeoutError):
             answer.result(timeout_s)
         self._sender.shutdown(wait=False)
@@ -160,9 +160,9 @@ class FarReplica:
                     self._fail(self._pending, error)
                 return
             match news:
-                case TurnChanged(is_training):
+                case TrainingChanged(is_training):
                     assert self._loop is not None, "it was told to join"
-                    self._loop.call_soon_threadsafe(self.turn.begin if is_training else self.turn.end)
+                    self._loop.call_soon_threadsafe(self.training.begin if is_training else self.training.end)
                 case CommandDone(trained_s):
                     assert self._pending is not None
                     self.trained_s += trained_s
@@ -189,9 +189,9 @@ class Replicas:
         return self.own.steps.device_type
 
     @property
-    def turn_s(self) -> float:
-        """The seconds that have been training's turn, averaged over replicas."""
-        return sum(one.turn.seconds for one in self._all) / len(self._all)
+    def training_duty_s(self) -> float:
+        """The seconds for which training has been the duty, averaged over replicas."""
+        return sum(one.training.seconds for one in self._all) / len(self._all)
 
     @property
     def trained_s(self) -> float:
@@ -205,15 +205,15 @@ class Replicas:
     # Work
 
     async def free(self, number: int | None = None) -> Replica:
-        """Wait for a replica that has training's turn and nothing to do; with `number`, for that one, modulo how many
-        there are. The turn may have passed again before the caller uses it."""
+        """Wait for a replica whose devices train and have nothing to do; with `number`, for that one, modulo how many
+        there are. The duty may have changed again before the caller uses it."""
         wanted = self._all if number is None else [self._all[number % len(self._all)]]
         while True:
             self._reap()
             for one in wanted:
-                if one.worker not in self._running and one.turn.is_on:
+                if one.worker not in self._running and one.training.is_on:
                     return one
-            waits = [asyncio.ensure_future(one.turn.wait()) for one in wanted if one.worker not in self._running]
+            waits = [asyncio.ensure_future(one.training.wait()) for one in wanted if one.worker not in self._running]
             try:
                 await asyncio.wait([*waits, *self._running.values()], return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -258,7 +258,7 @@ class Replicas:
     # A step's end
 
     async def finish(self) -> StepStats:
-        """End the step at all replicas, each in its turn. The caller holds the turn of this process's devices; the
+        """End the step at all replicas, each as soon as its devices train. The caller holds this process's devices; the
         others hold theirs until `release`."""
         devices = self.own.devices
         stats, *_ = await asyncio.gather(devices.run(self.own.steps.finish), self._tell(Finish()))
@@ -312,7 +312,7 @@ class EveryReplica:
 
     def begin(self, step: int, num_steps: int | None = None) -> None:
         self._num_calls = self._num_episodes = 0
-        asked = [one.ask(Begin(step, num_steps)) for one in self._others]
+        asked = [one.send(Begin(step, num_steps)) for one in self._others]
         self._own.begin(step, num_steps)
         for one in asked:
             one.result()
@@ -324,11 +324,11 @@ class EveryReplica:
         self._num_episodes = first + len(first_sequences(groups))
         if number == 0:
             return self._own.add(groups, first)
-        self._others[number - 1].ask(Add(encode_groups(groups), first)).result()
+        self._others[number - 1].send(Add(encode_groups(groups), first)).result()
         return Added(len(groups))
 
     def finish(self) -> StepStats:
-        asked = [one.ask(Finish()) for one in self._others]
+        asked = [one.send(Finish()) for one in self._others]
         stats = self._own.finish()
         for one in asked:
             one.result()

@@ -39,7 +39,8 @@ class StepReport(NamedTuple):
     num_filtered: int
     """The number of groups rejected because all their rewards are equal."""
     seconds: dict[str, float]
-    """Keys: total, generate, train, idle (training's turn, but nothing to train); save and publish once known."""
+    """Keys: total, generate, train, idle (devices on duty to train, with nothing to train); save and publish once
+    known."""
     parts: Mapping[str, float] = {}
     """The mean of each named part of the reward, over the samples that reached this process and have that part."""
     num_sequences: int = 0

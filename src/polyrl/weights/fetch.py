@@ -333,7 +333,7 @@ class Fetch:
                 for run in chosen:
                     asked.append(run)
                 for run in chosen:
-                    stream.ask(run)
+                    stream.request(run)
                 if not asked:
                     return
                 stream.expect(asked[0])

@@ -279,7 +279,7 @@ def read_catalog(body: bytes) -> Catalog:
         raise ProtocolError(f"not a catalog: {error}") from error
 
 
-def ask(kind: Literal[FrameKind.MANIFEST, FrameKind.PASS, FrameKind.LOCATE], name: str) -> bytes:
+def request(kind: Literal[FrameKind.MANIFEST, FrameKind.PASS, FrameKind.LOCATE], name: str) -> bytes:
     return frame(kind, bytes.fromhex(name))
 
 

@@ -44,7 +44,7 @@ APPEAR_S = 20.0
 """How long a source that was asked too early has to get hold of the version."""
 _ENCODE_BYTES_PER_S = 1e9
 """The least speed of a trainer's delta encoder. A pull that can use the delta waits for it accordingly."""
-_ASK_AGAIN_S = 0.05
+_REFRESH_EVERY_S = 0.05
 _COPY_BYTES = 64 << 20
 _MAX_THREADS = 8
 
@@ -73,15 +73,15 @@ class Contact:
 
     def refresh(self) -> None:
         """Ask for the current catalog."""
-        self.catalog = self._ask(SourceLink.catalog)
+        self.catalog = self._exchange(SourceLink.catalog)
 
     def manifest(self, name: str) -> bytes:
-        return self._ask(lambda link: link.manifest(name))
+        return self._exchange(lambda link: link.manifest(name))
 
     def close(self) -> None:
         self._link.close()
 
-    def _ask(self, question: Callable[[SourceLink], AnswerT]) -> AnswerT:
+    def _exchange(self, question: Callable[[SourceLink], AnswerT]) -> AnswerT:
         try:
             return self._answer(question)
         except OSError:
@@ -240,7 +240,7 @@ class WeightPull:
                 one.close()
         return chosen
 
-    def _ask_again(self) -> None:
+    def _refresh_all(self) -> None:
         """Ask all sources for their current catalogs, and leave out those that do not answer."""
         alive: list[Contact] = []
         for source in self._sources:
@@ -276,7 +276,7 @@ class WeightPull:
                     raise TransferError(f"{digest[:16]}... is version {manifest.version}; expected {version}")
                 return manifest, canonical
             self._wait(until, f"no source holds version {version}, {digest[:16]}...")
-            self._ask_again()
+            self._refresh_all()
 
     def _check_hash(self, manifest: Manifest) -> None:
         """Refuse a version from relays if they could forge it.
@@ -315,7 +315,7 @@ class WeightPull:
             if chain is not None and not (coming and time.monotonic() < delta_until):
                 return chain
             self._wait(until, f"no source has a way to version {manifest.version}, {manifest.digest[:16]}...")
-            self._ask_again()
+            self._refresh_all()
 
     def _offers(self) -> list[ChainStep]:
         offers: dict[ChainStep, None] = {}
@@ -330,7 +330,7 @@ class WeightPull:
     def _wait(self, until: float, what: str) -> None:
         if time.monotonic() >= until or not self._sources:
             raise self._error("; ".join([what, *(f"{one}: {self._bad[one]}" for one in self._lied)]))
-        if self._stop.wait(_ASK_AGAIN_S):
+        if self._stop.wait(_REFRESH_EVERY_S):
             raise TransferError("broken off")
 
     # Fetching and building.

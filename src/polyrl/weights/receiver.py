@@ -110,14 +110,14 @@ class SourceLink:
         self._channel.close()
 
     def catalog(self) -> protocol.Catalog:
-        return protocol.read_catalog(bytes(self._ask(protocol.frame(FrameKind.CATALOG), FrameKind.CATALOG_IS)))
+        return protocol.read_catalog(bytes(self._exchange(protocol.frame(FrameKind.CATALOG), FrameKind.CATALOG_IS)))
 
     def manifest(self, name: str) -> bytes:
-        return bytes(self._ask(protocol.ask(FrameKind.MANIFEST, name), FrameKind.MANIFEST_IS))
+        return bytes(self._exchange(protocol.request(FrameKind.MANIFEST, name), FrameKind.MANIFEST_IS))
 
     def have(self, name: str, num_chunks: int, revision: int, wait_s: float) -> protocol.Holdings:
         """Return which chunks the source has, as soon as that is newer than `revision`, or after `wait_s`."""
-        body = self._ask(protocol.have(name, revision, wait_s), FrameKind.HAVE_IS, wait_s)
+        body = self._exchange(protocol.have(name, revision, wait_s), FrameKind.HAVE_IS, wait_s)
         return protocol.read_holdings(bytes(body), num_chunks)
 
     def request(self, name: str, first: int, count: int) -> None:
@@ -139,7 +139,7 @@ class SourceLink:
     def take_file(self, name: str) -> int:
         """Return the descriptor of the blob's buffer, over a UNIX socket. It may be read while this link is open."""
         self._channel.extend()
-        self._channel.send(protocol.ask(FrameKind.PASS, name))
+        self._channel.send(protocol.request(FrameKind.PASS, name))
         head, fds = self._channel.take_files(HEADER.size)
         try:
             if len(head) < HEADER.size:
@@ -157,13 +157,13 @@ class SourceLink:
 
     def locate(self, name: str) -> protocol.Located:
         """Return where mooncake finds the blob's memory. It may be read while this link is open."""
-        return protocol.read_located(bytes(self._ask(protocol.ask(FrameKind.LOCATE, name), FrameKind.LOCATED)))
+        return protocol.read_located(bytes(self._exchange(protocol.request(FrameKind.LOCATE, name), FrameKind.LOCATED)))
 
     def keep(self, seconds: float) -> None:
         """Extend the deadline: nothing is expected for this long."""
         self._channel.extend(seconds)
 
-    def _ask(self, request: bytes, answer: FrameKind, wait_s: float = 0.0) -> bytearray:
+    def _exchange(self, request: bytes, answer: FrameKind, wait_s: float = 0.0) -> bytearray:
         self._channel.extend(wait_s + self._channel.stall_s)
         self._channel.send(request)
         return _answer(self._channel, answer)
@@ -175,7 +175,7 @@ class RemoteStream:
     def __init__(self, link: SourceLink, name: str, table: ChunkTable) -> None:
         self._link, self._name, self._table = link, name, table
 
-    def ask(self, run: range) -> None:
+    def request(self, run: range) -> None:
         self._link.request(self._name, run.start, len(run))
 
     def expect(self, run: range) -> None:
@@ -195,7 +195,7 @@ class HostStream:
         self._table = table
         self._fd = link.take_file(name)
 
-    def ask(self, run: range) -> None:
+    def request(self, run: range) -> None:
         pass
 
     def expect(self, run: range) -> None:
@@ -218,7 +218,7 @@ class MooncakeStream:
         self._remote = link.locate(name)
         mooncake.place_of(blob.buffer)
 
-    def ask(self, run: range) -> None:
+    def request(self, run: range) -> None:
         pass
 
     def expect(self, run: range) -> None:

@@ -220,12 +220,12 @@ class _Staging:
         self._slots = [_Slot(one, torch.cuda.Event()) for one in pinned]
         self._device = device
         self._waiting: tuple[_Slot, Tensor] | None = None
-        self._turn = 0
+        self._next = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         for piece, place in zip(source.split(_STAGING_BYTES), target.split(_STAGING_BYTES), strict=True):
-            slot = self._slots[self._turn]
-            self._turn = 1 - self._turn
+            slot = self._slots[self._next]
+            self._next = 1 - self._next
             slot.pinned[: piece.numel()].copy_(piece, non_blocking=True)
             slot.ready.record(torch.cuda.current_stream(self._device))
             self.finish()

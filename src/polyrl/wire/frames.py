@@ -201,7 +201,7 @@ class Goodbye(Frame, frozen=True, tag="goodbye"):
         make_plain(self, "reason")
 
 
-class OnDuty(Frame, frozen=True, tag="turned"):
+class OnDuty(Frame, frozen=True, tag="on_duty"):
     """A local worker's devices do this now."""
 
     duty: Duty
@@ -272,7 +272,7 @@ class PullOrder(Frame, frozen=True, tag="pull"):
     """Where it can be fetched."""
 
 
-class ChangeDuty(Frame, frozen=True, tag="turn"):
+class ChangeDuty(Frame, frozen=True, tag="change_duty"):
     """Tell a local worker what its devices are to do. Answered by OnDuty, even if they do so already."""
 
     duty: Duty

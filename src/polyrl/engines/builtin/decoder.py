@@ -66,7 +66,7 @@ class Decoder:
         self._has_numbers = True
         self._pairs = torch.arange(self._dim).view(2, -1).t().flatten()
         """Which number of a head comes where: each of the first half before its partner of the second."""
-        self._turns = torch.empty((0, 1, self._dim // 2), dtype=torch.complex64)
+        self._rotations = torch.empty((0, 1, self._dim // 2), dtype=torch.complex64)
         """The rotations, by position."""
 
     @staticmethod
@@ -122,11 +122,11 @@ class Decoder:
     @torch.inference_mode()
     def reach(self, num_positions: int) -> None:
         """Prepare the rotations of the first `num_positions` positions, before a step at any of them."""
-        if num_positions > len(self._turns):
+        if num_positions > len(self._rotations):
             wanted = torch.arange(max(1024, 2 * num_positions)).unsqueeze(0)
             cos, sin = self._model.model.rotary_emb(self._eps, wanted)
             half = self._dim // 2
-            self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half]).unsqueeze(1)
+            self._rotations = torch.complex(cos[0, :, :half], sin[0, :, :half]).unsqueeze(1)
 
     def logits(
         self, tokens: Tensor, positions: Tensor, rows: Tensor | None, step: AttentionStep, paged: PagedKeysAndValues
@@ -134,14 +134,14 @@ class Decoder:
         """Return the logits of `rows`; None: of all rows."""
         assert self._head is not None, "it is asleep"
         num_rows, num_heads, num_turned = len(tokens), self._num_heads, self._num_heads + self._num_kv
-        turns = self._turns.index_select(0, positions)
+        rotations = self._rotations.index_select(0, positions)
         x = embedding(tokens, self._model.model.embed_tokens.weight)
         for number, layer in enumerate(self._layers):
             heads = layer.inputs.times(self._normed(x)).view(num_rows, -1, self._dim)
             turned = heads[:, :num_turned]
             if layer.head_norm is not None:
                 turned.mul_(self._shrinking(turned)).mul_(layer.head_norm)
-            torch.view_as_complex(turned.unflatten(2, (-1, 2))).mul_(turns)
+            torch.view_as_complex(turned.unflatten(2, (-1, 2))).mul_(rotations)
             paged.write(number, step.cells, heads[:, num_heads:])
             found = attend_parts(heads[:, :num_heads], number, step, paged, layer.window)
             x = x + layer.output.times(found.view(num_rows, -1))

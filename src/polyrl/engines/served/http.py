@@ -72,14 +72,14 @@ class Http:
 
     async def get(self, path: str, *, timeout_s: float, text: bool = False) -> Any:
         """Return the answer decoded, or as text. Raises ServerUnreachable or ServerAnswered."""
-        return await self._ask("GET", path, None, timeout_s, text=text)
+        return await self._request("GET", path, None, timeout_s, text=text)
 
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, text: bool = False
     ) -> Any:
-        return await self._ask("POST", path, body, timeout_s, text=text)
+        return await self._request("POST", path, body, timeout_s, text=text)
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, *, text: bool
     ) -> Any:
         data, headers = (None, None) if body is None else (_encode(body), {"Content-Type": "application/json"})

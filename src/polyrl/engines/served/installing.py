@@ -360,15 +360,17 @@ def _stage(weights: Weights, model: Path) -> StagedVersion:
     return StagedVersion(manifest, offer, buffer.fd, buffer.view, buffer)
 
 
-async def hand_over(staged: StagedVersion, socket_name: str, ask: Awaitable[object], *, late_s: float = LATE_S) -> None:
-    """Offer a version to a server's ranks while `ask` has the server fetch it; returns once it is seen to be there.
+async def hand_over(
+    staged: StagedVersion, socket_name: str, request: Awaitable[object], *, late_s: float = LATE_S
+) -> None:
+    """Offer a version to a server's ranks while `request` has the server fetch it; returns once it is seen to be there.
 
     Raises EngineError when the old weights still run, ServerBroken when it is unknown which do.
     """
     async with handing(socket_name, staged.offer, staged.fd) as offered:
         try:
             async with asyncio.timeout(PUT_S):
-                answers = await _answers(offered, asyncio.ensure_future(ask), late_s)
+                answers = await _answers(offered, asyncio.ensure_future(request), late_s)
         except TimeoutError as error:
             why = f"version {staged.version} was not taken within {PUT_S:g} s"
             raise (ServerBroken if offered.has_gone else EngineError)(why) from error
@@ -380,38 +382,40 @@ async def hand_over(staged: StagedVersion, socket_name: str, ask: Awaitable[obje
         log.warning("version %d was installed; the server holds nothing that could be compared", staged.version)
 
 
-async def _answers(offered: Handing, asking: "asyncio.Future[object]", late_s: float) -> list[RankInstalled]:
+async def _answers(offered: Handing, requested: "asyncio.Future[object]", late_s: float) -> list[RankInstalled]:
     """Collect the ranks' answers. They come while the server carries the request out: once it has answered, they
     have."""
     answering = asyncio.ensure_future(offered.answers())
     try:
-        await asyncio.wait((asking, answering), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((requested, answering), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             await asyncio.wait((answering,), timeout=late_s)
         if not answering.done() and not offered.has_gone:
-            raise EngineError(_why(asking.exception()) or "the server did not call what it was started with for this")
+            raise EngineError(
+                _why(requested.exception()) or "the server did not call what it was started with for this"
+            )
         if not answering.done():
-            raise ServerBroken(_why(asking.exception()) or "ranks of the server did not answer")
+            raise ServerBroken(_why(requested.exception()) or "ranks of the server did not answer")
         answers = answering.result()
         try:
-            await asking
+            await requested
         except EngineError as error:
             raise ServerBroken(str(error)) from error
         return answers
     finally:
-        for task in (asking, answering):
+        for task in (requested, answering):
             task.cancel()
-        await asyncio.gather(asking, answering, return_exceptions=True)
+        await asyncio.gather(requested, answering, return_exceptions=True)
 
 
 def _why(error: BaseException | None) -> str:
     return "" if error is None else str(error)
 
 
-async def labelled(ask: Awaitable[object]) -> None:
+async def labelled(request: Awaitable[object]) -> None:
     """Have the server say which version it runs. New weights under the old label are not what anybody expects."""
     try:
-        await ask
+        await request
     except EngineError as error:
         raise ServerBroken(f"the weights are in place, but not their label: {error}") from error
 

@@ -39,7 +39,7 @@ from polyrl.engines.served.server import (
     stream,
 )
 
-_ASK_S = 10.0
+_REQUEST_S = 10.0
 _FACTS_S = 120.0
 """It has just started, and so may have others on the same machine."""
 _ENDS: dict[str, ServedEnd] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -121,7 +121,7 @@ class SglangServer:
         """While it is paused it calls itself unready, and is well all the same."""
         for path in ("/ready", "/health"):
             try:
-                await self.http.get(path, timeout_s=_ASK_S, text=True)
+                await self.http.get(path, timeout_s=_REQUEST_S, text=True)
             except ServerUnreachable:
                 return False
             except ServerAnswered:
@@ -152,10 +152,10 @@ class SglangServer:
         return stream(self.http, "/generate", body, _parts)
 
     async def abort(self, request: str) -> None:
-        await self.http.post("/abort_request", {"rid": request}, timeout_s=_ASK_S)
+        await self.http.post("/abort_request", {"rid": request}, timeout_s=_REQUEST_S)
 
     async def load(self) -> ServerLoad:
-        gauges = read_gauges(await self.http.get("/metrics", timeout_s=_ASK_S, text=True), "sglang:")
+        gauges = read_gauges(await self.http.get("/metrics", timeout_s=_REQUEST_S, text=True), "sglang:")
         return ServerLoad(
             num_running=int(sum(gauges.get("num_running_reqs", ()))),
             num_waiting=int(sum(gauges.get("num_queue_reqs", ()))),

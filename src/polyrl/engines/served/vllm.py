@@ -38,7 +38,7 @@ from polyrl.engines.served.server import (
 
 log = logging.getLogger("polyrl.engines.served")
 
-_ASK_S = 10.0
+_REQUEST_S = 10.0
 _FACTS_S = 120.0
 """How long facts are waited for: the server has just started, and others on the machine may have too."""
 _CPU_BLOCK_TOKENS = 128
@@ -118,7 +118,7 @@ class VllmServer:
 
     async def is_ready(self) -> bool:
         try:
-            await self.http.get("/health", timeout_s=_ASK_S, text=True)
+            await self.http.get("/health", timeout_s=_REQUEST_S, text=True)
         except (ServerAnswered, ServerUnreachable):
             return False
         return True
@@ -156,10 +156,10 @@ class VllmServer:
 
     async def abort(self, request: str) -> None:
         body = {"request_ids": [f"generate-tokens-{request}"]}
-        await self.http.post("/abort_requests", body, timeout_s=_ASK_S)
+        await self.http.post("/abort_requests", body, timeout_s=_REQUEST_S)
 
     async def load(self) -> ServerLoad:
-        gauges = read_gauges(await self.http.get("/metrics", timeout_s=_ASK_S, text=True), "vllm:")
+        gauges = read_gauges(await self.http.get("/metrics", timeout_s=_REQUEST_S, text=True), "vllm:")
         return ServerLoad(
             num_running=int(sum(gauges.get("num_requests_running", ()))),
             num_waiting=int(sum(gauges.get("num_requests_waiting", ()))),

@@ -145,20 +145,20 @@ def _call(run: Run, session: HostSession, frame: host_frames.MakeCall) -> None:
     sample = _episode(run, session, frame)
     if sample is None:
         return
-    text = run.payload.tokens_of(sample.id)
-    prompt = _prompt(run, text, frame)
-    if frame.number < len(text.calls):
-        known = text.calls[frame.number]
-        if prompt_of(text.calls, text.cells, frame.number) == prompt:
+    tokens = run.payload.tokens_of(sample.id)
+    prompt = _prompt(run, tokens, frame)
+    if frame.number < len(tokens.calls):
+        known = tokens.calls[frame.number]
+        if prompt_of(tokens.calls, tokens.cells, frame.number) == prompt:
             _repeat(run, session, sample, known, frame)
             return
     if sample.state != "playing":
         raise Refused("call", f"call {frame.number} of episode {show_sample(sample.id)} while another is open")
-    start = text.calls[frame.number - 1].end if frame.number else 0
+    start = tokens.calls[frame.number - 1].end if frame.number else 0
     room, why = _room(run, start, len(prompt) // _ID_BYTES)
     if 0 < (most_calls := run.desk.config.environments.max_calls) <= frame.number:
         room, why = 0, f"all {most_calls} calls of the episode are made (environments.max_calls)"
-    given = sum(len(one.tokens) for one in text.calls[: frame.number]) + len(frame.tokens)
+    given = sum(len(one.tokens) for one in tokens.calls[: frame.number]) + len(frame.tokens)
     if room > 0 and given > _CONTEXTS_GIVEN * _ID_BYTES * _context(run):
         room, why = 0, f"the prompts of the episode have {given // _ID_BYTES} tokens in all"
     if room <= 0:
@@ -166,24 +166,24 @@ def _call(run: Run, session: HostSession, frame: host_frames.MakeCall) -> None:
         run.lobby.dirty_hosts[session.name] = session
         run.lobby.is_urgent = True
         return
-    if text.asked >= (frame.attempt, frame.number):
+    if tokens.asked >= (frame.attempt, frame.number):
         raise Refused("call", f"call {frame.number} of episode {show_sample(sample.id)} was made with another prompt")
-    text.asked = (frame.attempt, frame.number)
+    tokens.asked = (frame.attempt, frame.number)
     most = min(room, frame.max_tokens) if frame.max_tokens else room
-    _keep_call(run, text, frame, start, most)
-    remember_prompt(text.calls, prompt)
+    _keep_call(run, tokens, frame, start, most)
+    remember_prompt(tokens.calls, prompt)
     run.tell(e.CallMade(sample.id, sample.attempt, start, start, start + most))
 
 
-def _keep_call(run: Run, text: SampleTokens, frame: host_frames.MakeCall, start: int, most: int) -> None:
+def _keep_call(run: Run, tokens: SampleTokens, frame: host_frames.MakeCall, start: int, most: int) -> None:
     """Put a new call on file, in place of those from its number on."""
-    is_cut = text.num_tokens > start
+    is_cut = tokens.num_tokens > start
     if is_cut:
         log.info("episode %s takes another way at call %d", show_sample(SampleId(frame.sample)), frame.number)
-        text.cut(frame.number, start)
-    del text.calls[frame.number :]  # also one of which nothing was drawn yet
+        tokens.cut(frame.number, start)
+    del tokens.calls[frame.number :]  # also one of which nothing was drawn yet
     record = (frame.base, frame.kept, frame.tokens, start, most, frame.stop_ids, frame.stop)
-    text.calls.append(CallRecord(*record))
+    tokens.calls.append(CallRecord(*record))
     run.note_grants()
     run.lobby.journal.add_note(CallKept(frame.sample, frame.number, start, is_cut, *record))
 
@@ -192,20 +192,23 @@ def _repeat(
     run: Run, session: HostSession, sample: TrackedSample, known: CallRecord, frame: host_frames.MakeCall
 ) -> None:
     """Answer a call that was made before, or go on with it."""
-    text = run.payload.tokens_of(sample.id)
-    is_new, text.asked = (frame.attempt, frame.number) > text.asked, max(text.asked, (frame.attempt, frame.number))
+    tokens = run.payload.tokens_of(sample.id)
+    is_new, tokens.asked = (
+        (frame.attempt, frame.number) > tokens.asked,
+        max(tokens.asked, (frame.attempt, frame.number)),
+    )
     if known.end != OPEN:
         if is_new and sample.state == "playing":  # it was begun again, and comes this way once more
             run.tell(e.CallRepeated(sample.id, sample.attempt))
         to_hosts.answer(run, session, sample.id, sample.attempt, frame.number)
     elif sample.state == "playing":  # an attempt before this one got so far
-        run.tell(e.CallMade(sample.id, sample.attempt, known.start, text.num_tokens, known.start + known.max_tokens))
+        run.tell(e.CallMade(sample.id, sample.attempt, known.start, tokens.num_tokens, known.start + known.max_tokens))
 
 
-def _prompt(run: Run, text: SampleTokens, frame: host_frames.MakeCall) -> bytes:
+def _prompt(run: Run, tokens: SampleTokens, frame: host_frames.MakeCall) -> bytes:
     """Return the call's whole prompt, checked."""
     name = f"call {frame.number} of episode {frame.sample}"
-    if frame.number > len(text.calls) or any(one.end == OPEN for one in text.calls[: frame.number]):
+    if frame.number > len(tokens.calls) or any(one.end == OPEN for one in tokens.calls[: frame.number]):
         raise Refused("call", f"{name}, and a call before it is not answered")
     if frame.base >= frame.number:
         raise Refused("call", f"{name} goes on from call {frame.base}, which is not before it")
@@ -214,7 +217,7 @@ def _prompt(run: Run, text: SampleTokens, frame: host_frames.MakeCall) -> bytes:
     if frame.tokens and (why := columns.why_no_ids(columns.view_tokens(frame.tokens), run.vocabulary.size)):
         raise Refused("call", f"{name}: {why}")
     try:
-        prompt = grown_prompt(text.calls, text.cells, frame.base, frame.kept, frame.tokens)
+        prompt = grown_prompt(tokens.calls, tokens.cells, frame.base, frame.kept, frame.tokens)
     except ValueError as error:
         raise Refused("call", f"{name}: {error}") from error
     if not 0 < len(prompt) <= _MAX_PROMPT_TOKENS * _ID_BYTES:
@@ -243,9 +246,9 @@ def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
     for name, value in (("reward", frame.reward), *frame.parts.items()):
         if not abs(value) <= MAX_REWARD:  # so written, NaN is refused too
             raise Refused("reward", f"episode {show_sample(sample.id)}: {plain(name)} is {value}")
-    text, outcome = run.payload.tokens_of(sample.id), frame.outcome
-    num_calls = min(frame.num_calls, len(text.calls))
-    num_tokens = num_received(text.calls, num_calls)
+    tokens, outcome = run.payload.tokens_of(sample.id), frame.outcome
+    num_calls = min(frame.num_calls, len(tokens.calls))
+    num_tokens = num_received(tokens.calls, num_calls)
     why = frame.why
     if outcome == "scored" and not num_tokens:
         outcome, why = "failed", "it ended before the policy was asked"
@@ -257,7 +260,7 @@ def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
             log.warning("episode %s on host %s failed: %s%s", show_sample(sample.id), session.name, why, often)
     else:
         run.tell_progress(sample)
-        num_calls = sum(one.end != OPEN and one.end <= num_tokens for one in text.calls[:num_calls])
+        num_calls = sum(one.end != OPEN and one.end <= num_tokens for one in tokens.calls[:num_calls])
         to_hosts.keep_episode(run, sample.id, num_calls, num_tokens, frame.reward, dict(frame.parts), frame.untrained)
     run.tell(e.EpisodeEnded(sample.id, sample.attempt, outcome, num_tokens))
 

@@ -151,8 +151,8 @@ def _scored(run: Run, frame: frames.Scored) -> None:
     desk, sample = run.desk, SampleId(frame.sample)
     is_awaited = sample in desk.scoring.running and desk.samples[sample].attempt == frame.attempt
     if is_awaited and frame.outcome not in ("infrastructure_failed", "no_reward"):
-        text = run.payload.tokens_of(sample)
-        text.reward, text.parts = frame.value, frame.parts
+        tokens = run.payload.tokens_of(sample)
+        tokens.reward, tokens.parts = frame.value, frame.parts
         run.lobby.journal.add_note(RewardKept(frame.sample, frame.value, frame.parts))
     run.tell(e.RewardFinished(sample, frame.attempt, frame.outcome, frame.correct, frame.cpu_s))
 

@@ -93,8 +93,8 @@ def _begin_stride(run: Run, worker: Worker, frame: frames.NewTokens, column: col
     """Begin a stride after a frame that was appended as a whole, unless a lease has two rows in it."""
     if run.questions or len(set(column.leases)) < len(column.leases):  # clients that stream want every frame at once
         return None
-    desk, texts = run.desk, run.payload.tokens
-    rows = [texts[desk.leases[LeaseId(lease)].id] for lease in column.leases]
+    desk, all_tokens = run.desk, run.payload.tokens
+    rows = [all_tokens[desk.leases[LeaseId(lease)].id] for lease in column.leases]
     return stride.Stride(frame, rows, worker, desk.max_new_tokens)
 
 
@@ -136,7 +136,7 @@ def _append(run: Run, worker: Worker, column: columns.Columns, cells: bytes) -> 
     Returns the rows that brought nothing, by where their cells start; how many tokens were in vain; and how many of the
     rows left a gap, or are of leases that never were.
     """
-    leases, texts, seat = run.desk.leases, run.payload.tokens, worker.seat
+    leases, all_tokens, seat = run.desk.leases, run.payload.tokens, worker.seat
     next_lease = run.desk.state.next_lease
     start = num_gaps = num_invented = num_missing = 0
     idle: list[int] = []
@@ -151,12 +151,12 @@ def _append(run: Run, worker: Worker, column: columns.Columns, cells: bytes) -> 
             idle.append(start)
             num_missing += count
         else:
-            text = texts[sample.id]
-            buffer = text.cells
-            if version == text.version and len(buffer) == offset * CELL_BYTES:
+            tokens = all_tokens[sample.id]
+            buffer = tokens.cells
+            if version == tokens.version and len(buffer) == offset * CELL_BYTES:
                 buffer += cells[start:end]
             else:
-                num_new = append_cells(text, offset, version, cells[start:end])
+                num_new = append_cells(tokens, offset, version, cells[start:end])
                 num_gaps += num_new < 0
                 num_missing += count - max(0, num_new)
                 if num_new <= 0:
@@ -193,8 +193,8 @@ def _check_ends(
 
 def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
     """Return why an answer with these tokens cannot have ended so; empty where it can."""
-    text = run.payload.tokens_of(sample)
-    call = text.calls[-1] if text.calls else None
+    tokens = run.payload.tokens_of(sample)
+    call = tokens.calls[-1] if tokens.calls else None
     num_tokens = ended.num_tokens - (0 if call is None else call.start)
     if num_tokens <= 0:
         return "an answer without a token"
@@ -209,16 +209,16 @@ def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
             return f"an answer of {num_tokens} tokens; the cap of its call is {most}"
         if ended.reason == "length" and num_tokens < most:
             return f"an answer cut off after {num_tokens} tokens; the cap is {most}: is its engine's context shorter?"
-    return "" if ended.reason == "length" else _why_no_stop(text, prompt.sampling, rules)
+    return "" if ended.reason == "length" else _why_no_stop(tokens, prompt.sampling, rules)
 
 
-def _why_no_stop(text: SampleTokens, sampling: frames.Sampling, rules: AnswerRules) -> str:
+def _why_no_stop(tokens: SampleTokens, sampling: frames.Sampling, rules: AnswerRules) -> str:
     """Return why an answer cannot have stopped with its last token; empty where it can."""
-    stop_ids = (*sampling.stop_ids, *(text.calls[-1].stop_ids if text.calls else ()))
-    stop = sampling.stop or (text.calls and text.calls[-1].stop)
+    stop_ids = (*sampling.stop_ids, *(tokens.calls[-1].stop_ids if tokens.calls else ()))
+    stop = sampling.stop or (tokens.calls and tokens.calls[-1].stop)
     if stop or sampling.imposed is not None:  # a stop string, or an imposed length: not for us to judge
         return ""
-    last = int.from_bytes(text.cells[-CELL_BYTES:][:4], "little")
+    last = int.from_bytes(tokens.cells[-CELL_BYTES:][:4], "little")
     if last in stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
         return ""
     return f"an answer that stopped with token id {last}, which ends none"
@@ -230,10 +230,10 @@ def _ended(run: Run, session: WorkerSession, worker: Worker, ended: frames.Ended
         run.lobby.refused["late_lease"] += 1
         return
     if ended.reason == "stop" or ended.reason == "length":
-        text = run.payload.tokens_of(sample.id)
-        text.finish = ended.reason
-        if text.calls:
-            text.calls[-1].close(ended.num_tokens, ended.reason)
+        tokens = run.payload.tokens_of(sample.id)
+        tokens.finish = ended.reason
+        if tokens.calls:
+            tokens.calls[-1].close(ended.num_tokens, ended.reason)
         run.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
         if ended.reason != "handed_over" or sample.state != "stopping":

@@ -32,9 +32,10 @@ _CELLS: Any = np.dtype("<u8")
 
 
 class Stride:
-    def __init__(self, frame: NewTokens, texts: "Sequence[SampleTokens]", worker: Worker, max_tokens: int) -> None:
-        """Begin after a frame that was appended as a whole, one row a text. Its next frame has the same rows."""
-        self._texts = texts
+    def __init__(self, frame: NewTokens, all_tokens: "Sequence[SampleTokens]", worker: Worker, max_tokens: int) -> None:
+        """Begin after a frame that was appended as a whole, one row for each sample. Its next frame has the same
+        rows."""
+        self._samples = all_tokens
         self._leases = frame.leases
         self._versions = frame.versions
         self._offsets = _after(frame.offsets, frame.counts)
@@ -46,8 +47,8 @@ class Stride:
         self._counts: list[bytes] = []
         self._cells: list[bytes] = []
         self._is_over = False
-        for row, text in enumerate(texts):
-            text.stride, text.row = self, row
+        for row, tokens in enumerate(all_tokens):
+            tokens.stride, tokens.row = self, row
 
     def takes(self, frame: NewTokens, worker: Worker, vocabulary: Vocabulary) -> bool:
         """Take a frame that goes on as the last one did. Returns whether it does. Raises BadColumns."""
@@ -74,34 +75,34 @@ class Stride:
         return True
 
     def num_tokens(self, row: int) -> int:
-        """Return the number of tokens of a row's text, with those that wait. Where one row is asked for, all are."""
+        """Return the number of tokens of a row's sample, with those that wait. Where one row is asked for, all are."""
         if self._numbers is None:
             self._numbers = columns.unpack_column("I", self._offsets)
         return self._numbers[row]
 
     def end(self) -> None:
-        """End the stride: its texts are whole, and go on without it."""
+        """End the stride: its samples are whole, and go on without it."""
         if not self._is_over:
             self._is_over = True
-            for text in self._texts:
-                text.stride = None
+            for tokens in self._samples:
+                tokens.stride = None
             self._share_out()
 
     def _share_out(self) -> None:
-        """Add the waiting cells to their texts, one piece each."""
+        """Add the waiting cells to their samples, one piece each."""
         if not self._cells:
             return
-        num = len(self._texts)
+        num = len(self._samples)
         counts: Any = np.frombuffer(b"".join(self._counts), _U4)
         cells: Any = np.frombuffer(b"".join(self._cells), _CELLS)
         rows = np.arange(len(counts), dtype=np.uint32) % num
         if num <= 1 << 16:
             rows = rows.astype(np.uint16)  # numbers of two bytes are sorted without comparing them
-        by_text = cells[np.argsort(np.repeat(rows, counts), kind="stable")].tobytes()
+        by_sample = cells[np.argsort(np.repeat(rows, counts), kind="stable")].tobytes()
         self._counts, self._cells = [], []
         start = 0
-        for text, end in zip(self._texts, accumulate(counts.reshape(-1, num).sum(axis=0).tolist()), strict=True):
-            text.add_settled(by_text[start * CELL_BYTES : end * CELL_BYTES])
+        for tokens, end in zip(self._samples, accumulate(counts.reshape(-1, num).sum(axis=0).tolist()), strict=True):
+            tokens.add_settled(by_sample[start * CELL_BYTES : end * CELL_BYTES])
             start = end
 
 

@@ -94,8 +94,8 @@ class Answers:
         for one, question, of_prompt in zip(wanted, self._questions, readers, strict=True):
             for number, reader in enumerate(of_prompt):
                 sample = sample_id(question.group, number)
-                text = question.texts[number]
-                self.choices.append(ChoiceInProgress(len(self.choices), one.prompt, sample, text, reader))
+                tokens = question.tokens[number]
+                self.choices.append(ChoiceInProgress(len(self.choices), one.prompt, sample, tokens, reader))
 
     def leave(self) -> None:
         self._is_left = True
@@ -125,7 +125,7 @@ class Answers:
             self._changed.clear()
 
     def _stop(self, answer: ChoiceInProgress) -> None:
-        self._service.post(lambda lobby: asking.stop(lobby, answer.sample, answer.text))
+        self._service.post(lambda lobby: asking.stop(lobby, answer.sample, answer.tokens))
 
     def _check(self) -> None:
         if self._is_gone():

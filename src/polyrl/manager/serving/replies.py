@@ -147,11 +147,11 @@ class ChoicePiece(NamedTuple):
 class ChoiceInProgress:
     """A choice of a request while its tokens come."""
 
-    def __init__(self, index: int, prompt: list[int], sample: SampleId, text: SampleTokens, reader: Reader) -> None:
+    def __init__(self, index: int, prompt: list[int], sample: SampleId, tokens: SampleTokens, reader: Reader) -> None:
         self.index = index
         self.prompt = prompt
         self.sample = sample
-        self.text = text
+        self.tokens = tokens
         self.reader = reader
         self.finish: FinishReason | None = None
         self.piece = ChoicePiece("", [], [])
@@ -165,12 +165,12 @@ class ChoiceInProgress:
             return None
         reader, num_shown = self.reader, len(self.reader.text)
         first = reader.num_tokens
-        cells = columns.view_cells(bytes(self.text.cells[first * CELL_BYTES :]))
+        cells = columns.view_cells(bytes(self.tokens.cells[first * CELL_BYTES :]))
         reader.read(cells["token"].tolist())
-        if self.text.finish and not reader.is_stopped:
+        if self.tokens.finish and not reader.is_stopped:
             reader.end()
-        if reader.is_stopped or self.text.finish:
-            self.finish = "length" if self.text.finish == "length" and not reader.is_stopped else "stop"
+        if reader.is_stopped or self.tokens.finish:
+            self.finish = "length" if self.tokens.finish == "length" and not reader.is_stopped else "stop"
         num = reader.num_tokens - first
         if not num and self.finish is None:
             return None

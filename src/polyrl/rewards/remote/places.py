@@ -1,6 +1,6 @@
 """The places of reward workers, as the trainer's pool sees them: who is there, who scores what, and what was lost.
 
-    dispatcher --hear_fleet, hear--> RemotePlaces --take--> RemotePlace.ask --> a reward, or WorkerLost
+    dispatcher --hear_fleet, hear--> RemotePlaces --take--> RemotePlace.score --> a reward, or WorkerLost
                <-------send---------
 
 Rules kept here: the trainer alone owns a job. A job goes again, under its number, to a worker that has connected again,
@@ -121,7 +121,7 @@ class RemotePlace:
         worker.num_reserved += 1
         worker.has_suspect = worker.has_suspect or is_suspect
 
-    async def ask(self, call: RewardCall) -> ScoredReply:
+    async def score(self, call: RewardCall) -> ScoredReply:
         """Score one answer. Raises WorkerLost, JobTooLarge, RewardFailed and RewardUnavailable."""
         body = pack_call(call)
         if len(body) > MAX_JOB_BYTES:

@@ -14,7 +14,7 @@ from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError, PolyrlError, one_line, plain, shorten
 from polyrl.rewards.groups import make_group, take_apart
 from polyrl.rewards.line import RewardCall, ScoredReply
-from polyrl.rewards.messages import Ask, GroupScored, RewardScored
+from polyrl.rewards.messages import FunctionRequest, GroupScored, RewardScored
 from polyrl.rewards.reward import Reward, RewardFailed, RewardStops, RewardTimedOut, RewardUnavailable, check_value
 
 _MAX_S = 1e9
@@ -48,7 +48,7 @@ class BadResult(PolyrlError):
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
-_decode_call = msgspec.msgpack.Decoder(Ask).decode
+_decode_call = msgspec.msgpack.Decoder(FunctionRequest).decode
 _decode_terms = msgspec.msgpack.Decoder(RewardTerms).decode
 _decode_result = msgspec.msgpack.Decoder(RewardScored | GroupScored | _TravellingFailure).decode
 
@@ -70,7 +70,7 @@ def pack_call(call: RewardCall) -> bytes:
     given, answers = take_apart(call.given)
     try:
         return _encoder.encode(
-            Ask(b"", "reward", call.function, call.arguments, given, call.timeout_s, answers=answers)
+            FunctionRequest(b"", "reward", call.function, call.arguments, given, call.timeout_s, answers=answers)
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error

@@ -9,7 +9,7 @@ Sums that must hold at any moment (invariants.py checks them):
     the trainer's seconds are those of the run, without those in which its process was gone
 
 *Answered* counts what a client other than the trainer asked for and got (asking.py); it is no prompt of the data.
-`prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Only
+`prompts started` counts first tries only: a deferred prompt is started once, however often it is tried. Only
 tokens that reached us are counted, so tokens that a dying worker had not yet sent never are. A worker that is out of
 sight and comes back is paid for the time between. A worker that never comes back, or comes back as another process, is
 paid up to the last moment it was seen.

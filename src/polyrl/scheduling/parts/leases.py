@@ -1,4 +1,4 @@
-"""A worker's turn at a sample: given, ended, taken back, handed over.
+"""Leases, each one sample in one worker's hands: given, ended, taken back, handed over.
 
 Rules kept here: a sample has at most one lease; a lease is never reused; the tokens of a lost lease that have arrived
 are kept and the sample is resumed after them. An aborted lease is over when we say so; anything its worker still sends
@@ -43,14 +43,14 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
 
 def local_level(desk: Desk) -> float:
     """Return the load up to which local workers take samples: their share, while others of them turn to generating."""
-    turning = capacity = held = 0
+    num_changing = capacity = held = 0
     for worker in desk.state.fleet.local():
-        turns = worker.duty == "to_generating" and worker.state == "active" and not worker.down and not worker.unheard
-        if turns or worker.may_take:
-            turning += turns
+        changes = worker.duty == "to_generating" and worker.state == "active" and not worker.down and not worker.unheard
+        if changes or worker.may_take:
+            num_changing += changes
             capacity += worker.capacity
             held += len(worker.leases)
-    if not turning or desk.state.rules < 8:
+    if not num_changing or desk.state.rules < 8:
         return math.inf
     return (held + sum(round_.num_waiting for round_ in desk.rounds.values())) / capacity
 

@@ -90,8 +90,8 @@ def _draw(lengths: LengthModel, correlation: float, cap: int, num_prompts: int, 
     most_samples = math.ceil(GRID[-1] * num_samples)
     shared, own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
 
-    def length(prompt: int, turn: int, index: int, common: float) -> float:
-        z = shared * common + own * _NORMAL.inv_cdf(max(1e-12, unit(prompt, turn, index + 1)))
+    def length(prompt: int, visit: int, index: int, common: float) -> float:
+        z = shared * common + own * _NORMAL.inv_cdf(max(1e-12, unit(prompt, visit, index + 1)))
         return min(float(cap), lengths.quantile(_NORMAL.cdf(z)))
 
     short: list[list[float]] = []

@@ -22,7 +22,7 @@ from polyrl.ids import PromptId
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # the odd number nearest 2^64 / golden ratio; splitmix64's increment
-_NUM_TURNS = 4
+_NUM_PASSES = 4
 _SMALL = 64  # a rectangle this small mixes badly
 
 
@@ -67,7 +67,7 @@ def position_to_prompt(position: int, *, num_prompts: int, seed: int, epoch: int
 @lru_cache(maxsize=64)
 def _keys(num_prompts: int, seed: int, epoch: int) -> tuple[tuple[int, int], ...]:
     key = mix64(seed, epoch, num_prompts)
-    return tuple((mix64(key, 2 * turn), mix64(key, 2 * turn + 1)) for turn in range(_NUM_TURNS))
+    return tuple((mix64(key, 2 * number), mix64(key, 2 * number + 1)) for number in range(_NUM_PASSES))
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ Rules kept here:
   to while another fits.
 
 The prediction is a lock-step fluid: at token t a copy runs its share of the samples that earlier rounds of the kind
-still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits its turn. How far
+still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits. How far
 samples ran counts those that were stopped as it counts those that ended: a race that closes early is over early. To it
 is added how long recent rounds of the kind waited for rewards after their last sample, at any width. Where the pool of
 rewards, which score beside generation, was full to the end, the round is taken to be as long at every faster width.
@@ -220,9 +220,9 @@ def round_time_s(
             break
         context = work.prompt_tokens + (low + high) / 2.0
         samples = max(1.0, share * min(1.0, alive / lasts))  # the slowest copy runs at least the last sample
-        turns = max(1.0, samples * context / capacity, samples / work.slots)
-        running = samples / turns
-        total += (high - low) * lasts * turns * speed.step_s(tp, running, running * context)
+        waves = max(1.0, samples * context / capacity, samples / work.slots)
+        running = samples / waves
+        total += (high - low) * lasts * waves * speed.step_s(tp, running, running * context)
     return max(total, work.at_least_s)
 
 

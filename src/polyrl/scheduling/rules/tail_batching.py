@@ -8,7 +8,7 @@ extras, and everything in it ends. With a factor of 1.25 that is four short roun
     race        the published rule: prompts race, and the samples of a prompt race (trains on order statistics: biased)
     prompts     only prompts race
     designated  extras run, but the samples to train are chosen before sampling; the extras only decide who is deferred
-    predicted   short or long is chosen before sampling, from the lengths of the prompt's earlier turns: no bias
+    predicted   short or long is chosen before sampling, from lengths of the prompt's earlier samples: no bias
 
 How long an episode is can be its drawn tokens, or its time from beginning to end (`episode_length`): where tools take
 the time, a task of few tokens may be the one that a round waits for.
@@ -91,7 +91,7 @@ class TailBatching(Struct):
     deferred: list[list[Deferred]]
     """By domain, oldest first."""
     history: dict[int, float] = msgspec.field(default_factory=dict)
-    """Mean length of a prompt's earlier turns, by `prompt * num_domains + domain`; kept in predicted mode only."""
+    """Mean length of a prompt's earlier samples, by `prompt * num_domains + domain`; kept in predicted mode only."""
     means: LengthModel = msgspec.field(default_factory=LengthModel)
     """The length model of the values in `history` that are tokens."""
     mean_times: LengthModel = msgspec.field(default_factory=LengthModel)
@@ -176,7 +176,7 @@ class Planner:
         """Plan the next round; return None at the end of the data. Advances the cursors; takes prompts out of
         `deferred`."""
         for domain in range(len(self.domains)):
-            self._turn_epoch(state, domain)
+            self._begin_epoch_if_due(state, domain)
         if not any(self._is_due(state, domain) for domain in range(len(self.domains))):
             return None
         why = self._why_long(state)
@@ -232,7 +232,7 @@ class Planner:
     def _means_of(self, state: TailBatching, domain: int) -> LengthModel:
         return state.mean_times if is_timed(self.config, self.domains[domain]) else state.means
 
-    def _turn_epoch(self, state: TailBatching, domain: int) -> None:
+    def _begin_epoch_if_due(self, state: TailBatching, domain: int) -> None:
         cursor = state.cursors[domain]
         exhausted = cursor.position >= self.domains[domain].num_prompts and not state.deferred[domain]
         if exhausted and (self.num_epochs is None or cursor.epoch + 1 < self.num_epochs):

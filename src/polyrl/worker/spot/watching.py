@@ -83,19 +83,19 @@ class Metadata:
     async def close(self) -> None:
         await self._session.close()
 
-    async def ask(self, place: NoticePlace) -> tuple[Notice | None, float]:
+    async def look_at(self, place: NoticePlace) -> tuple[Notice | None, float]:
         """Return a notice, if there is one, and when to ask again. Raises NoAnswer."""
         match place:
             case "aws":
-                return await self._ask_aws()
+                return await self._look_at_aws()
             case "gcp":
-                return await self._ask_gcp(), _EVERY_S
+                return await self._look_at_gcp(), _EVERY_S
             case "azure":
-                return await self._ask_azure(), _EVERY_S
+                return await self._look_at_azure(), _EVERY_S
             case _:
                 raise AssertionError(f"{place} sends signals")
 
-    async def _ask_aws(self) -> tuple[Notice | None, float]:
+    async def _look_at_aws(self) -> tuple[Notice | None, float]:
         """IMDSv2. A rebalance recommendation has no deadline, and the machine often stays: it is asked more often."""
         status, body = await self._aws("spot/instance-action")
         if status == 200:
@@ -118,7 +118,7 @@ class Metadata:
             self._token = ""
         raise NoAnswer("the token is refused")
 
-    async def _ask_gcp(self) -> Notice | None:
+    async def _look_at_gcp(self) -> Notice | None:
         found: list[Notice] = []
         asked = (("preempted", answers.gcp_preempted), ("maintenance-event", answers.gcp_maintenance))
         for what, read in asked:
@@ -130,7 +130,7 @@ class Metadata:
                 found.append(notice)
         return min(found, key=lambda one: one.left_s, default=None)
 
-    async def _ask_azure(self) -> Notice | None:
+    async def _look_at_azure(self) -> Notice | None:
         headers = {"Metadata": "true"}
         if self._own_name is None:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -170,7 +170,7 @@ async def watch(
     try:
         while True:
             try:
-                notice, pause_s = await metadata.ask(place)
+                notice, pause_s = await metadata.look_at(place)
                 if num_failures:
                     log.info("spot notices of %s: it answers again", place)
                 num_failures = 0

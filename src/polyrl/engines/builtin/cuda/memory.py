@@ -28,9 +28,9 @@ class Memory:
         self._kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._kind.location.id = self._device
         recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        grain = _ask(driver.cuMemGetAllocationGranularity(self._kind, recommended))
+        grain = _checked(driver.cuMemGetAllocationGranularity(self._kind, recommended))
         self._num_bytes = -(-num_bytes // grain) * grain
-        self._address = int(_ask(driver.cuMemAddressReserve(self._num_bytes, 0, 0, 0)))
+        self._address = int(_checked(driver.cuMemAddressReserve(self._num_bytes, 0, 0, 0)))
         self._is_there = False
         self.take()
 
@@ -47,26 +47,26 @@ class Memory:
                 f"CUDA out of memory: {self._num_bytes / 2**30:.1f} GiB of cache are wanted, {free / 2**30:.1f} of "
                 f"{total / 2**30:.1f} GiB are free"
             )
-        _ask((error, handle))
-        _ask(driver.cuMemMap(self._address, self._num_bytes, 0, handle, 0))
+        _checked((error, handle))
+        _checked(driver.cuMemMap(self._address, self._num_bytes, 0, handle, 0))
         access = driver.CUmemAccessDesc()
         access.location = self._kind.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _ask(driver.cuMemSetAccess(self._address, self._num_bytes, [access], 1))
-        _ask(driver.cuMemRelease(handle))  # it goes when it is no longer mapped
+        _checked(driver.cuMemSetAccess(self._address, self._num_bytes, [access], 1))
+        _checked(driver.cuMemRelease(handle))  # it goes when it is no longer mapped
         self._is_there = True
 
     def give_back(self) -> None:
         if self._is_there:
             torch.cuda.synchronize(self._device)
-            _ask(driver.cuMemUnmap(self._address, self._num_bytes))
+            _checked(driver.cuMemUnmap(self._address, self._num_bytes))
             self._is_there = False
 
     def close(self) -> None:
         """Free the memory. None of its tensors may be used afterwards."""
         self.give_back()
         if self._address:
-            _ask(driver.cuMemAddressFree(self._address, self._num_bytes))
+            _checked(driver.cuMemAddressFree(self._address, self._num_bytes))
             self._address = 0
 
     def tensors(self, num: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ class _Bytes:
         self.__cuda_array_interface__ = {"shape": (num,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _ask(answer: tuple[Any, ...]) -> Any:
+def _checked(answer: tuple[Any, ...]) -> Any:
     error, *values = answer
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"CUDA error: {error.name}")

@@ -245,8 +245,8 @@ def attention_kernel(
     at = (tl.load(its_table + tl.where(begin < end, begin, 0)).to(tl.int64) * NUM_KV + head) * BLOCK * DIM
     keys_one, keys_two = tl.load(keys + at + in_keys), tl.load(keys + at + HALF + in_keys)
     its_values = tl.load(values + at + in_values)
-    turn = newest.to(tl.int64) * HALF + tl.arange(0, HALF)
-    c, s = tl.load(cos + turn)[None, :].to(tl.float32), tl.load(sin + turn)[None, :].to(tl.float32)
+    angles = newest.to(tl.int64) * HALF + tl.arange(0, HALF)
+    c, s = tl.load(cos + angles)[None, :].to(tl.float32), tl.load(sin + angles)[None, :].to(tl.float32)
     query_one, query_two, key_one, key_two = c, c, c, c
     if NORMED:
         query_one, query_two = _halves(query_norm, HALF)

@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from polyrl.rewards.sandbox.inside import answering, asking, values
+from polyrl.rewards.sandbox.inside import answering, remote, values
 
 _TOLD_BYTES = 500
 
@@ -27,7 +27,7 @@ def run_tests(line: socket.socket, file: str, packages: str, value_fd: int) -> i
     if line.recv(1) != b"1":
         print("the program could not be loaded", file=sys.stderr)
         return 1
-    asking.install(line)
+    remote.install(line)
     sys.path[:] = [packages, *(one for one in sys.path if one)]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest  # type: ignore[import-not-found]  mounted beside the programs

@@ -19,14 +19,14 @@ from polyrl.rewards.sandbox.inside.answering import MAX_BYTES
 _KEPT = "_polyrl_remote"
 
 
-class Asker:
+class Client:
     """Sends requests, one at a time, and makes values or exceptions of the replies."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._exceptions: dict[int, type[Exception]] = {}
 
-    def ask(self, target: int, op: str, *args: Any, **kwargs: Any) -> Any:
+    def request(self, target: int, op: str, *args: Any, **kwargs: Any) -> Any:
         request = {"target": target, "op": op, "args": self._encode(list(args)), "kwargs": self._encode(kwargs)}
         self._line.sendall(frames.pack(request, []))
         _, (body,) = frames.read(self._line, MAX_BYTES)
@@ -68,41 +68,41 @@ class Asker:
 class RemoteObject:
     """An object that is in the program's process."""
 
-    def __init__(self, asker: Asker, number: int, name: str) -> None:
-        object.__setattr__(self, _KEPT, (asker, number, name))
+    def __init__(self, client: Client, number: int, name: str) -> None:
+        object.__setattr__(self, _KEPT, (client, number, name))
 
     def __getattr__(self, name: str) -> Any:
-        return _ask(self, "get", name)
+        return _request(self, "get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _ask(self, "set", name, value)
+        _request(self, "set", name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _ask(self, "call", *args, **kwargs)
+        return _request(self, "call", *args, **kwargs)
 
     def __next__(self) -> Any:
-        return _ask(self, "next")[0]
+        return _request(self, "next")[0]
 
     def __instancecheck__(self, value: Any) -> bool:
-        return number_of(value) is not None and _ask(self, "is_instance", value) is True
+        return number_of(value) is not None and _request(self, "is_instance", value) is True
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (number_of(other) is not None and _ask(self, "eq", other) is True)
+        return self is other or (number_of(other) is not None and _request(self, "eq", other) is True)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return int(_ask(self, "hash"))
+        return int(_request(self, "hash"))
 
     def __contains__(self, value: Any) -> bool:
-        return any(one is value or one == value for one in _ask(self, "iter"))
+        return any(one is value or one == value for one in _request(self, "iter"))
 
     def __bool__(self) -> bool:
-        return _ask(self, "bool") is True
+        return _request(self, "bool") is True
 
     def __exit__(self, *ignored: object) -> None:
-        _ask(self, "exit")
+        _request(self, "exit")
 
 
 def number_of(value: Any) -> int | None:
@@ -114,29 +114,29 @@ def number_of(value: Any) -> int | None:
 
 def install(line: socket.socket) -> None:
     """Make `import solution` mean the program."""
-    asker = Asker(line)
+    client = Client(line)
     module = types.ModuleType(values.PROGRAM)
 
     def find(name: str) -> Any:
         if name == "__all__":  # asked by `import *`, which shall replace neither `abs` nor what the tests imported
             taken = {*vars(builtins), *sys._getframe(1).f_globals}
-            return [one for one in asker.ask(0, "names") if one.isidentifier() and one not in taken]
+            return [one for one in client.request(0, "names") if one.isidentifier() and one not in taken]
         if name.startswith("__"):
             raise AttributeError(name)
-        return asker.ask(0, "get", name)
+        return client.request(0, "get", name)
 
     module.__getattr__ = find  # type: ignore[method-assign]
     sys.modules[values.PROGRAM] = module
 
 
-def _ask(target: RemoteObject, op: str, *args: Any, **kwargs: Any) -> Any:
-    asker, number, _ = object.__getattribute__(target, _KEPT)
-    return asker.ask(number, op, *args, **kwargs)
+def _request(target: RemoteObject, op: str, *args: Any, **kwargs: Any) -> Any:
+    client, number, _ = object.__getattribute__(target, _KEPT)
+    return client.request(number, op, *args, **kwargs)
 
 
 def _forward(op: str) -> Any:
     def method(self: RemoteObject, *args: Any) -> Any:
-        return _ask(self, op, *args)
+        return _request(self, op, *args)
 
     return method
 
@@ -145,7 +145,7 @@ def _compute(op: str) -> Any:
     """Return a method whose result is an object of the program, unless all operands are."""
 
     def method(self: RemoteObject, *args: Any) -> Any:
-        found = _ask(self, op, *args)
+        found = _request(self, op, *args)
         if number_of(found) is None and not (args and all(number_of(one) is not None for one in args)):
             return NotImplemented
         return found
@@ -155,7 +155,7 @@ def _compute(op: str) -> Any:
 
 def _order(op: str) -> Any:
     def method(self: RemoteObject, other: Any) -> Any:
-        return NotImplemented if number_of(other) is None else _ask(self, op, other) is True
+        return NotImplemented if number_of(other) is None else _request(self, op, other) is True
 
     return method
 
