@@ -16,6 +16,7 @@ def test_the_wheel_is_the_package_alone_and_the_package_holds_no_comparison():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/polyrl"]}
     package = ROOT / "src" / "polyrl"
+    assert (package / "py.typed").is_file()  # so that type checkers use the package's own types
     measured = {one.stem for one in (package / "bench").glob("*.py")} - {"__init__"}
     assert set(PARTS) <= measured
     assert [one for one in BENCHMARKS if one not in PARTS and one in measured] == []

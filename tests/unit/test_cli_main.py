@@ -145,6 +145,10 @@ MISTAKES = {
         "ACTION: got 'inpect', expected one of inspect, verify, diff, serve, pull; did you mean inspect?"
     ),
     ("train", "arithmetic", "lr=1e-4"): "lr: unknown key; did you mean optimizer.lr? (given as lr=1e-4)",
+    ("train", "arithmetic", "train.mode=sync", "--dry-run"): (
+        'train.mode: got "sync", expected one of "async", "streaming", "synchronous"; did you mean "synchronous"? '
+        "(given as train.mode=sync)"
+    ),
     ("train", "arithmetic", "--ranks", "2", "train.ranks=3"): "--ranks 2 and train.ranks=3: expected one of them",
     ("train", "-z"): "unrecognized arguments: -z; `polyrl train --help` explains it",
 }

@@ -55,7 +55,10 @@ def _own_reason(path: Path, reason: str) -> str:
 
 
 def _unknown_key(path: Path, name: str, known: list[str], elsewhere: list[Path]) -> str:
-    """`elsewhere`: places where the same name is a key; the nearest to the root is the likeliest."""
+    """Return the line for an unknown key, with the likeliest key that was meant.
+
+    `elsewhere`: tables that have a key of this name.
+    """
     if elsewhere:
         hint = f"did you mean {show_path(min(elsewhere, key=len))}?"
     else:
@@ -252,6 +255,8 @@ def _pattern_words(kind: inspect.StrType) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
-    """`did you mean X?` of the known name that is nearest; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    """Return `did you mean X?`: the nearest known name that begins with `name`, or else the nearest; empty for none."""
+    names = list(known)
+    begun = [one for one in names if one.startswith(name)] if len(name) > 1 else []
+    near = difflib.get_close_matches(name, begun, n=1, cutoff=0.0) or difflib.get_close_matches(name, names, n=1)
     return f"did you mean {show(near[0])}?" if near else ""
