@@ -125,6 +125,25 @@ def test_the_function_that_took_longest_says_the_cpu_time_and_whether_the_answer
     assert weigh(functions, [Reward(1.0), Reward(1.0)], is_only=False).correct is None  # nobody measured anything
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("tests_first", [True, False])
+def test_a_function_that_says_whether_the_answer_is_right_is_believed_over_a_score(is_right: bool, tests_first: bool):
+    """Both of its scores and both of the other's would tell the opposite. The CPU time is the longest: it is what the
+    limit of all functions is learned from."""
+    tests, style = WeightedReward(function="code"), WeightedReward(function="mine:style", weight=0.1)
+    said, other = (
+        Reward(0.0 if is_right else 1.0, cpu_s=0.004, correct=is_right),
+        Reward(float(not is_right), cpu_s=0.02),
+    )
+    order = slice(None, None, 1 if tests_first else -1)
+    found = weigh([tests, style][order], [said, other][order], is_only=False)
+    assert (found.correct, found.cpu_s) == (is_right, 0.02)
+    assert weigh([tests, style], [said._replace(cpu_s=None), other], is_only=False).correct is is_right
+    assert weigh([tests, style], [said, said._replace(correct=not is_right, cpu_s=9.0)], is_only=False).correct is (
+        not is_right
+    )
+
+
 def test_a_process_that_is_not_ready_in_time_is_no_answer_that_took_too_long():
     async def body(pool: RewardPool) -> None:
         slow = WeightedReward(function="own_rewards:NeverReady", timeout_score=-1.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import psutil
 import pytest
 
 from polyrl.rewards import arithmetic, math_answers
@@ -75,3 +76,31 @@ def test_an_answer_that_takes_math_too_long_has_no_reward_and_its_process_lives(
 
     is_none_or_wrong, before, after, score = asyncio.run(body())
     assert is_none_or_wrong and before == after and score == 1.0
+
+
+TOWER = r"\boxed{9^{9^{9^{9}}}}"
+
+
+def test_math_keeps_to_a_learned_limit_and_its_process_goes_on():
+    """9^9^9^9 once took `math`'s own 5 s, or was ended with its process by the wall time behind the learned limit."""
+
+    async def body() -> tuple[list[Reward], float, bool]:
+        pool = RewardPool(1, 60.0)
+        try:
+            first = await pool.score("math", given("42", "42")._replace(limit_s=0.3))  # the import takes longer
+            process = psutil.Process(pool.pids[0])
+            before_s = sum(process.cpu_times()[:2])
+            looped = await pool.score("math", given(TOWER, "42")._replace(limit_s=0.5))
+            took_s = sum(process.cpu_times()[:2]) - before_s
+            with pytest.raises(RewardTimedOut, match=r"compared in 0\.3 s of CPU time") as caught:
+                await pool.score("math", given(TOWER, "42")._replace(limit_s=0.5), {"limit_s": 0.3})
+            assert not caught.value.cpu_s, "its own limit is no learned one"
+            after = await pool.score("math", given("42", "42")._replace(limit_s=0.5))
+            return [first, looped, after], took_s, pool.pids == [process.pid]
+        finally:
+            await pool.close()
+
+    (first, looped, after), took_s, is_same_process = asyncio.run(body())
+    assert looped == Reward(0.0, {}, "timed_out", 0.5, False)
+    assert (first.score, after.score) == (1.0, 1.0)
+    assert 0.4 < took_s < 0.5 + 0.5 and is_same_process

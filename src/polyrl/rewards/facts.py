@@ -28,7 +28,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def patience_s(self) -> float:
-        """The time in which another service must give a score; the rest of `timeout_s` is for telling the trainer."""
+        """The time in which another service, or a program, must be done; the rest of `timeout_s` is for saying so."""
         return _PATIENCE * self.timeout_s
 
     def share(self, concurrency: int) -> int:

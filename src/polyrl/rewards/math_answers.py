@@ -3,8 +3,9 @@
 Rules kept here: thoughts before `</think>` do not count, and of several boxed answers the last one does; math-verify
 would take all of them together. An answer in which nothing can be parsed is wrong and scores 0. An expected answer that
 cannot be parsed is a fault of the data, and the reward fails. math-verify's own time limits are off, because it counts
-a comparison that it cuts short as wrong. Instead, a comparison gets a limit of CPU time (9^9^9^9 exceeds it), and
-beyond that there is no reward; the process survives and need not be restarted. The first answer imports the library.
+a comparison that it cuts short as wrong. Instead, a comparison gets a limit of CPU time (9^9^9^9 exceeds it), and the
+process survives. Beyond a limit that was learned from right answers the answer is wrong; beyond the function's own,
+which may be the row's doing, there is no reward. The first answer imports the library, which is no time of its own.
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from polyrl.rewards.reward import RewardFailed, RewardInput, RewardTimedOut
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
 
 if importlib.util.find_spec("math_verify") is None:
     raise ImportError("math-verify is missing: pip install 'polyrl[train]'")
@@ -35,14 +36,16 @@ class _TooLong(BaseException):
     """Derives from BaseException because libraries catch Exception."""
 
 
-def score(given: RewardInput, *, limit_s: float = 5.0) -> float:
-    """Compare the answer with the expected one, in at most `limit_s` of CPU time."""
+def score(given: RewardInput, *, limit_s: float = 5.0) -> float | Reward:
+    """Compare the answer with the expected one, in at most `limit_s` of CPU time, or the learned limit if less."""
+    signal.setitimer(signal.ITIMER_PROF, 0)  # the process's own for the learned limit: it would end the import as well
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about every limit that is off
     expected = _read_expected(given.expected)
+    is_learned = 0 < given.limit_s < limit_s
     try:
-        with _limited(limit_s):
+        with _limited(given.limit_s if is_learned else limit_s):
             said = last_answer(given.answer)
             answer = parse(said, parsing_timeout=None)  # type: ignore[arg-type]  none is what turns it off
             if not answer:
@@ -50,6 +53,8 @@ def score(given: RewardInput, *, limit_s: float = 5.0) -> float:
             how: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True}
             return float(verify(expected, answer, allow_set_relation_comp=True, **how))  # x < 3 is an interval, too
     except _TooLong:
+        if is_learned:
+            return Reward(outcome="timed_out", cpu_s=given.limit_s, correct=False)
         raise RewardTimedOut(f"the answer could not be compared in {limit_s:g} s of CPU time") from None
 
 

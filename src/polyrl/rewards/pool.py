@@ -29,6 +29,7 @@ from polyrl.config.plugins import is_own
 from polyrl.config.rewards import STAYS
 from polyrl.errors import ConfigError, plain
 from polyrl.rewards import arithmetic
+from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.groups import RewardGroup
 from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, ScoredReply, Surroundings
 from polyrl.rewards.messages import Failed, GroupScored, RewardScored
@@ -71,7 +72,8 @@ class RewardPool:
         self, processes: int, timeout_s: float, *, together: int = 8, surroundings: Surroundings | None = None
     ) -> None:
         self._max_processes, self._timeout_s, self._together = processes, timeout_s, together
-        self._surroundings = Surroundings() if surroundings is None else surroundings
+        told = Surroundings() if surroundings is None else surroundings
+        self._surroundings = told._replace(facts=told.facts or RunFacts(timeout_s=timeout_s))
         self._processes: list[RewardProcess] = []
         self._queue: deque[_Waiting] = deque()
         self.remote = RemotePlaces(self._fill, self._surroundings.start_s)

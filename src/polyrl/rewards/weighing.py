@@ -2,9 +2,10 @@
 
 Rules kept here: if one function fails, the answer has no reward, whatever the others return. A function that is the
 only one, and has no name in the recipe, is the reward itself: its parts keep their own names. Otherwise a function's
-unweighted score is the part with its name, and its own parts are called `name/part`. CPU time, and whether an answer is
-right, are those of the function that took longest: time limits are learned from them. Functions of whole groups score
-later (`score_group`); their scores are added, and named as if all had scored at once.
+unweighted score is the part with its name, and its own parts are called `name/part`. CPU time is that of the function
+that took longest, since the limits that are learned from it hold for all of them. A function that says whether the
+answer is right is believed; where none does, the score of the one that took longest tells. Functions of whole groups
+score later (`score_group`); their scores are added, and named as if all had scored at once.
 """
 
 import asyncio
@@ -86,8 +87,8 @@ def weigh(
     Raises RewardFailed for a sum that is too large.
     """
     outcome = _WORST_LAST[max(_WORST_LAST.index(one.outcome) for one in found)]
-    longest = max(found, key=lambda one: -1.0 if one.cpu_s is None else one.cpu_s)
-    correct = longest.correct
+    longest = _longest(found)
+    correct = _longest([one for one in found if one.correct is not None] or found).correct
     if correct is None and longest.cpu_s is not None:
         correct = longest.score > solved_above
     total = math.fsum(one.weight * its.score for one, its in zip(functions, found, strict=True))
@@ -99,6 +100,10 @@ def weigh(
         parts[function.title] = reward.score
         parts |= {f"{function.title}/{name}": value for name, value in reward.parts.items()}
     return Reward(total, parts, outcome, longest.cpu_s, correct)
+
+
+def _longest(found: Sequence[Reward]) -> Reward:
+    return max(found, key=lambda one: -1.0 if one.cpu_s is None else one.cpu_s)
 
 
 async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput, once: ScoredOnce | None) -> Reward:

@@ -13,6 +13,7 @@ import pytest
 
 from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
+from polyrl.rewards import weighing
 from polyrl.rewards.lookup import check_functions, check_sent
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable, needs_answer
@@ -137,6 +138,37 @@ def test_a_program_that_waits_behind_loops_is_scored_and_so_are_they():
             await pool.close()
 
     assert asyncio.run(body()) == [0.0] * 9 + [1.0]
+
+
+LAST_IS_WRONG = "import time\ntime.sleep(1)\nfound = input()\nprint(found if found != '7' else 'wrong')"
+
+
+@pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.parametrize("answer", [LAST_IS_WRONG, "while True: pass", "import time\ntime.sleep(60)"])
+def test_a_program_that_needs_all_the_time_of_its_answer_is_wrong_and_not_without_a_reward(answer: str):
+    """No case reaches a limit of its own: 5 s of CPU time, 12 s of wall time."""
+    tests = [{"input": str(one), "output": str(one)} for one in range(8)]
+
+    async def body() -> tuple[list[Reward], float, bool]:
+        pool = RewardPool(1, 4.0)
+        try:
+            await pool.score(CODE, given("print(5)", "5"))
+            began, pids = time.monotonic(), pool.pids
+            plain = await weighing.score(pool, [WeightedReward(function=CODE)], given(answer, tests=tests))
+            took_s = time.monotonic() - began
+            by_rule = WeightedReward(function=CODE, args={"partial": True}, timeout_score=-0.5)
+            scored = await weighing.score(pool, [by_rule], given(answer, tests=tests))
+            return [plain, scored], took_s, pids == pool.pids
+        finally:
+            await pool.close()
+
+    found, took_s, is_same_process = asyncio.run(body())
+    assert [(one.score, one.outcome, one.correct) for one in found] == [
+        (0.0, "timed_out", False),
+        (-0.5, "timed_out", False),
+    ]
+    assert found[0].parts["timed_out"] == 1.0 and (found[0].parts["cases"] > 0) == (answer == LAST_IS_WRONG)
+    assert took_s < 4.0 and is_same_process
 
 
 @pytest.mark.usefixtures("bubblewrap")

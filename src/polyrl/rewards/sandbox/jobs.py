@@ -84,6 +84,11 @@ def _job(header: dict[str, Any], pieces: list[bytes], limits: SandboxLimits, cpu
     return SandboxJob({**header, "cpu_s": cpu_s}, pieces, bounds, most, most)
 
 
+def within(job: SandboxJob, left_s: float) -> SandboxJob:
+    """Return a job that ends when its program's time does."""
+    return job._replace(bounds=job.bounds._replace(longest_s=min(job.bounds.longest_s, left_s)))
+
+
 def refusal(program: Program, language: Language | None, limits: SandboxLimits) -> str:
     """Return why a program is not run at all; empty: it is."""
     if language is None:
@@ -121,6 +126,8 @@ def _ended_badly(job: SandboxJob, result: RunResult) -> tuple[Outcome | None, st
             return "timed_out", f"more than {bounds.cpu_s:g} s of CPU time"
         case "wall":
             return "timed_out", f"more than {bounds.wall_s:g} s"
+        case "late":
+            return "timed_out", "its time on the clock was over"
         case "memory":
             return "crashed", f"more than {int(bounds.memory_bytes) >> 20} MB of memory"
         case "processes":

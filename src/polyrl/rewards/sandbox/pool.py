@@ -57,9 +57,10 @@ class ZygotePool:
                 waiting.set_exception(SlotBroke("the sandbox was closed"))
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[Slot]:
-        """Borrow a zygote. After any exception inside, it is killed and replaced. Raises SlotBroke."""
-        slot = await self._take()
+    async def slot(self, within_s: float) -> AsyncIterator[Slot]:
+        """Borrow a zygote. After any exception inside, it is killed and replaced. Raises SlotBroke; TimeoutError."""
+        async with asyncio.timeout(within_s):
+            slot = await self._take()
         try:
             yield slot
         except BaseException:

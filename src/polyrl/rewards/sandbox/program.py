@@ -83,6 +83,8 @@ class Program(Struct, frozen=True, kw_only=True):
     language: str = "python"
     cpu_s: Positive | None = None
     """The CPU time of each case; none: that of the sandbox's limits, which is also the most."""
+    within_s: Positive | None = None
+    """The time on the clock for all cases together; none: that of each alone."""
 
 
 class CaseVerdict(Struct, frozen=True):

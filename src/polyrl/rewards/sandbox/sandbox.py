@@ -25,6 +25,7 @@ from typing import Any, Literal
 from polyrl.errors import UserError
 from polyrl.rewards.sandbox import bubblewrap, cgroups, jobs
 from polyrl.rewards.sandbox import inside as inside_package
+from polyrl.rewards.sandbox.clock import ProgramClock
 from polyrl.rewards.sandbox.languages import Language, check_installed, find_language
 from polyrl.rewards.sandbox.pool import ZygotePool
 from polyrl.rewards.sandbox.program import Case, CaseVerdict, InputCase, Program, PytestCase, SandboxLimits, Verdict
@@ -39,7 +40,13 @@ _UNSAFE = (
 _ATTEMPTS = 2
 _PYTEST = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli")
 _CANARY = Program(source="print(1)", cases=(InputCase(output="1"),))
+_LATE = RunResult("late", 0, 0.0, 0.0, 0.0, b"", b"", b"")
+"""The run of a case for which no time is left."""
 _log = logging.getLogger("polyrl.sandbox")
+
+
+class Starved(Exception):
+    """The program's time is over, and the machine has hardly let it run. The message is one line."""
 
 
 class Sandbox:
@@ -113,54 +120,77 @@ class Sandbox:
         check_installed(language)
         if any(isinstance(one, PytestCase) for one in program.cases) and importlib.util.find_spec("pytest") is None:
             raise UserError("pytest is missing, which the cases need: pip install pytest")
+        clock = ProgramClock(program.within_s, asyncio.get_running_loop().time)
         try:
-            binary, failed = await self._compile(program, language)
+            binary, failed = await self._compile(program, language, clock)
             found = [] if failed is None else [failed]
             if failed is None:
-                found = await self._run_cases(program, language, binary)
+                found = await self._run_cases(program, language, binary, clock)
+        except Starved as error:
+            return Verdict("infrastructure_failed", (), num, str(error))
         except SlotBroke as error:
             outcome = await self._blame()
             return Verdict(outcome, (), num, str(error))
         last = found[-1]
         return Verdict(last.outcome, tuple(found), num, last.detail)
 
-    async def _compile(self, program: Program, language: Language) -> tuple[bytes, CaseVerdict | None]:
+    async def _compile(
+        self, program: Program, language: Language, clock: ProgramClock
+    ) -> tuple[bytes, CaseVerdict | None]:
         if not language.compile:
             return b"", None
         job = jobs.compile_job(program, language, self.limits)
-        result = await self._run_job(job)
+        result = await self._run_job(job, clock)
         return result.value, jobs.judge_compiling(job, result)
 
-    async def _run_cases(self, program: Program, language: Language, binary: bytes) -> list[CaseVerdict]:
+    async def _run_cases(
+        self, program: Program, language: Language, binary: bytes, clock: ProgramClock
+    ) -> list[CaseVerdict]:
         found: list[CaseVerdict] = []
         for case in program.cases:
-            found.append(await self._run_case(program, case, language, binary))
+            found.append(await self._run_case(program, case, language, binary, clock))
             if found[-1].outcome != "passed":
                 break
         return found
 
-    async def _run_case(self, program: Program, case: Case, language: Language, binary: bytes) -> CaseVerdict:
+    async def _run_case(
+        self, program: Program, case: Case, language: Language, binary: bytes, clock: ProgramClock
+    ) -> CaseVerdict:
         job = jobs.run_job(program, case, language, self.limits, binary, self._folders)
-        return jobs.judge(case, job, await self._run_job(job))
+        return jobs.judge(case, job, await self._run_job(job, clock))
 
-    async def _run_job(self, job: SandboxJob) -> RunResult:
-        """Run a job, once more if it broke its zygote. Raises SlotBroke."""
-        broke = SlotBroke("")
+    async def _run_job(self, job: SandboxJob, clock: ProgramClock) -> RunResult:
+        """Run a job within its program's time, once more if it broke its zygote. Raises SlotBroke; Starved."""
+        result = await self._try_job(job, clock)
+        clock.count(result)
+        if result.reason == "late" and clock.is_starved:
+            raise Starved(f"the program has hardly run in {clock.passed_s:.3g} s; the machine is busy")
+        return result
+
+    async def _try_job(self, job: SandboxJob, clock: ProgramClock) -> RunResult:
+        broke: SlotBroke | None = None
         for _ in range(_ATTEMPTS):
+            if clock.left_s <= 0:
+                break
             try:
-                async with self.pool.slot() as slot:
-                    return await slot.run(job)
+                async with self.pool.slot(clock.left_s) as slot:
+                    return await slot.run(jobs.within(job, clock.left_s))
             except SlotBroke as error:
                 broke = error
-        raise broke
+            except TimeoutError:  # all zygotes were away for so long
+                break
+        if broke is not None:
+            raise broke
+        return _LATE
 
     async def _blame(self) -> Literal["crashed", "infrastructure_failed"]:
         """Return whose fault it is that zygotes break: the program's, if a trivial one passes."""
         language = find_language(_CANARY.language)
         assert language is not None
         try:
-            verdict = await self._run_case(_CANARY, _CANARY.cases[0], language, b"")
-        except SlotBroke:
+            clock = ProgramClock(None, asyncio.get_running_loop().time)
+            verdict = await self._run_case(_CANARY, _CANARY.cases[0], language, b"", clock)
+        except (SlotBroke, Starved):
             return "infrastructure_failed"
         return "crashed" if verdict.outcome == "passed" else "infrastructure_failed"
 

@@ -1,8 +1,9 @@
 """Score answers by their programs: find one, read the row's tests, run them, and turn the verdict into a reward.
 
-Rules kept here: a program that is wrong, slow, crashes or attacks has the reward 0. If the sandbox itself fails there
-is no reward now, and another attempt may have one. A row whose tests cannot be read has none. All answers of a process
-share one sandbox, which is opened before the first answer's time begins.
+Rules kept here: a program that is wrong, slow, crashes or attacks has the reward 0. All its cases together end before
+the function's own limit, at which there would be no reward. If the sandbox itself fails, or the machine hardly lets the
+program run, there is no reward now, and another attempt may have one. A row whose tests cannot be read has none. All
+answers of a process share one sandbox, which is opened before the first answer's time begins.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from msgspec import Meta
 
 from polyrl.data.prompts import MISSING, column
 from polyrl.errors import UserError
+from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardUnavailable, ScoreOutcome
 from polyrl.rewards.sandbox.program import CallCase, Case, InputCase, Program, PytestCase, SandboxLimits, Verdict
 from polyrl.rewards.sandbox.sandbox import Sandbox
@@ -50,6 +52,7 @@ class ProgramReward:
         """
         self._tests, self._language, self._template, self._partial = tests, language, template, partial
         self._limits = SandboxLimits(cpu_s=cpu_s, memory_mb=memory_mb)
+        self._within_s = RunFacts.read().patience_s
         self._size = sandboxes or None
         self._sandbox: Sandbox | None = None
         self.places: asyncio.Semaphore | None = None
@@ -74,7 +77,7 @@ class ProgramReward:
         limit_s = min(given.limit_s, self._limits.cpu_s) if given.limit_s > 0 else None
         try:
             verdict = await self._sandbox.run(
-                Program(source=source, cases=cases, language=self._language, cpu_s=limit_s)
+                Program(source=source, cases=cases, language=self._language, cpu_s=limit_s, within_s=self._within_s)
             )
         except UserError as error:
             raise RewardFailed(str(error)) from error

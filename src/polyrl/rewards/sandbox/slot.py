@@ -55,11 +55,14 @@ class RunResult(NamedTuple):
     """What a run left behind, as bytes that a stranger wrote."""
 
     reason: str
-    """`ended`, or the limit that was exceeded: cpu, wall, memory, output, processes."""
+    """`ended`, or the limit that was exceeded: cpu, wall, memory, output, processes; `late`: time on the clock, which
+    also counts waiting for a core."""
     status: int
     """How the program's process ended, as waitpid has it."""
     cpu_s: float
     wall_s: float
+    queued_s: float
+    """The part of `wall_s` for which the program had no core."""
     output: bytes
     errors: bytes
     value: bytes
@@ -165,7 +168,7 @@ class Slot:
         said = await loop.sock_recv(self._control, MESSAGE_BYTES)
         if said[:NONCE_BYTES] != nonce or len(said) != NONCE_BYTES + ENDED.size:
             raise SlotBroke(self._complaint("the sandbox answered what nobody asked"))
-        reason, status, cpu_s, wall_s = ENDED.unpack(said[NONCE_BYTES:])
+        reason, status, *times = ENDED.unpack(said[NONCE_BYTES:])
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             if failure := line.recv(1000):
                 raise SlotBroke(shorten(plain(f"the sandbox could not be closed: {failure.decode(errors='replace')}")))
@@ -174,7 +177,7 @@ class Slot:
                 pass
         is_full = any(one.is_full for one in streams)
         why = "output" if is_full else reason.rstrip(b"\0").decode()
-        return RunResult(why, status, cpu_s, wall_s, *(bytes(one.heard) for one in streams))
+        return RunResult(why, status, *times, *(bytes(one.heard) for one in streams))
 
     def _end_it(self) -> None:
         with contextlib.suppress(OSError):

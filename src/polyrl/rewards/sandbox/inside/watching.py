@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyrl.rewards.sandbox.inside.counting import (
@@ -41,6 +40,8 @@ class Watched(NamedTuple):
     status: int
     cpu_s: float
     wall_s: float
+    queued_s: float
+    """The part of `wall_s` for which it could have run and had no core."""
 
 
 def watch(pid: int, control: socket.socket, bounds: Bounds, settings: dict[str, Any]) -> Watched:
@@ -49,7 +50,7 @@ def watch(pid: int, control: socket.socket, bounds: Bounds, settings: dict[str, 
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLIN)
     began = looked_at = time.monotonic()
-    reason, cpu_s = "", 0.0
+    reason, cpu_s, no_core_s = "", 0.0, 0.0
     while not reason:
         ready = [number for number, _ in poll.poll(_TICK_S * 1e3)]
         now = time.monotonic()
@@ -60,17 +61,17 @@ def watch(pid: int, control: socket.socket, bounds: Bounds, settings: dict[str, 
         elif now - looked_at >= _TICK_S:
             usage, looked_at = _usage(pid, settings), now
             cpu_s = max(cpu_s, usage.cpu_s)
-            reason = _exceeded(
-                usage, now - began, lambda: queued_s(_pids(pid, settings)), bounds, settings["processes"]
-            )
+            no_core_s = max(no_core_s, queued_s(_pids(pid, settings)))
+            reason = _exceeded(usage, now - began, no_core_s, bounds, settings["processes"])
     os.close(handle)
+    no_core_s = max(no_core_s, queued_s([pid]))  # it is not waited for yet, so that /proc still tells
     if reason != "ended" or settings["is_unsafe"]:
         _kill(pid, settings)
     _, status, used = os.wait4(pid, 0)
     cpu_s = max(cpu_s, used.ru_utime + used.ru_stime)
     if reason == "ended" and cpu_s > bounds.cpu_s:
         reason = "cpu"
-    return Watched(reason, status, cpu_s, time.monotonic() - began)
+    return Watched(reason, status, cpu_s, time.monotonic() - began, no_core_s)
 
 
 def _usage(pid: int, settings: dict[str, Any]) -> TreeUsage:
@@ -81,11 +82,13 @@ def _pids(pid: int, settings: dict[str, Any]) -> list[int]:
     return pids_of_session(pid) if settings["is_unsafe"] else pids_of_namespace()
 
 
-def _exceeded(usage: TreeUsage, passed_s: float, queued: Callable[[], float], bounds: Bounds, processes: int) -> str:
+def _exceeded(usage: TreeUsage, passed_s: float, no_core_s: float, bounds: Bounds, processes: int) -> str:
     if usage.cpu_s > bounds.cpu_s:
         return "cpu"
-    if passed_s > bounds.longest_s or (passed_s > bounds.wall_s and passed_s - queued() > bounds.wall_s):
+    if passed_s - no_core_s > bounds.wall_s:
         return "wall"
+    if passed_s > bounds.longest_s:
+        return "late"
     if usage.memory_bytes > bounds.memory_bytes:
         return "memory"
     return "processes" if usage.num_processes > processes else ""

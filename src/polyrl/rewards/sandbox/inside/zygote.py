@@ -28,8 +28,8 @@ NONCE_BYTES = 16
 READY, END_IT = b"ready", b"end it"
 MESSAGE_BYTES = 128
 BOUNDS = struct.Struct("<dddd")
-ENDED = struct.Struct("<16sidd")
-"""Why the run is over, the status as waitpid has it, CPU seconds and seconds."""
+ENDED = struct.Struct("<16siddd")
+"""Why the run is over, the status as waitpid has it, CPU seconds, seconds, and those without a core."""
 NUM_DESCRIPTORS = 4
 
 _OFTEN_USED = "bisect collections functools heapq itertools math operator random re string typing"
@@ -87,5 +87,5 @@ def _serve_one(control: socket.socket, own: int, settings: dict[str, Any]) -> bo
     ended: Watched = watch(pid, control, Bounds(*BOUNDS.unpack(data)), settings)
     if ended.reason == "host" and control.recv(MESSAGE_BYTES) != END_IT:
         return False
-    control.send(nonce + ENDED.pack(ended.reason.encode(), ended.status, ended.cpu_s, ended.wall_s))
+    control.send(nonce + ENDED.pack(ended.reason.encode(), *ended[1:]))
     return True
