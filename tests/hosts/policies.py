@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.serving import CHATML, byte_tokenizer
+from tokenizers import AddedToken
 
 from polyrl.data.chat_template import ChatTemplate
 from polyrl.hosts.episode import CallLimits, DrawnAnswer, Episode
@@ -25,10 +27,21 @@ def text_model(template: str | None = CHATML, max_context: int = 4096) -> ModelT
     return ModelText(byte_tokenizer(), template=made, end_ids=frozenset({IM_END, END}), max_context=max_context)
 
 
+def published_model(name: str, end: str) -> ModelText:
+    """A token a byte, with the chat template of a published model, shortened in its prose; `end` ends an answer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(end, special=True)])
+    source = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    end_id = tokenizer.token_to_id(end)
+    assert end_id is not None
+    template = ChatTemplate(source, {"bos_token": "", "eos_token": end})
+    return ModelText(tokenizer, template=template, end_ids=frozenset({end_id}), max_context=40_000)
+
+
 class PlayedByHand(Episode):
     """An episode whose answers are a list of texts, or a function of the prompt's text.
 
-    An answer that ends with `…` is cut off there; any other one ends with `<|im_end|>`.
+    An answer that ends with `…` is cut off there; any other one ends with the model's end token.
     """
 
     def __init__(
@@ -59,7 +72,7 @@ class PlayedByHand(Episode):
         answer = said(self.shown(-1)) if callable(said) else said[len(self.prompts) - 1]
         tokens = self._text.encode(answer.removesuffix("…"))
         if not answer.endswith("…"):
-            tokens.append(IM_END)
+            tokens.append(min(self._text.end_ids))
         assert limits.max_tokens is not None
         finish = "length" if answer.endswith("…") or len(tokens) > limits.max_tokens else "stop"
         tokens = tokens[: limits.max_tokens]

@@ -15,6 +15,7 @@ from polyrl.hosts.chats import Chat, ChatPrompt
 from polyrl.hosts.episode import DrawnAnswer
 from polyrl.hosts.replies import message_of
 from polyrl.hosts.texts import ChatRefused, ModelText
+from polyrl.hosts.tools import WrittenCall
 
 ASK = {"role": "user", "content": "say hello"}
 NEXT = {"role": "user", "content": "again"}
@@ -34,6 +35,13 @@ NO_THINKING = (
 WITHOUT_MARKS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CALL_BEFORE_RESULT = (
+    "{{ tools | tojson }}{% for m in messages %}"
+    "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 REFUSING = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
 
@@ -231,6 +239,20 @@ def test_a_tool_call_stays_as_it_was_written_although_the_template_would_write_i
     assert text.decode(second.tokens, special=True).endswith(
         f"{said}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_bridge_that_the_template_refuses_is_none_and_the_prompt_is_rendered_whole():
+    text = text_model(CALL_BEFORE_RESULT)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    chat = Chat(text)
+    first = chat.prompt([ASK], tools, {})
+    written = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    message = message_of("", [WrittenCall("add", "{}")])
+    chat.record(first, drawn([*text.encode(written), IM_END]), message)
+    messages = [ASK, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "2"}]
+    second = chat.prompt(messages, tools, {})
+    assert not second.is_bridged
+    assert second.tokens == Chat(text).prompt(messages, tools, {}).tokens
 
 
 @pytest.mark.parametrize("model", [merging_model, marking_model], ids=["bytes", "marks"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.hosts.policies import HERMES, IM_END, PlayedByHand, text_model
+from tests.hosts.policies import HERMES, IM_END, PlayedByHand, published_model, text_model
 from tests.serving import CHATML
 
 from polyrl.hosts.episode import CallLimits, DrawnAnswer
@@ -84,6 +84,70 @@ def test_a_harness_uses_a_tool_and_the_second_prompt_goes_on_from_the_first_answ
     old = [*first, *episode.drawn[0].tokens]
     assert second[: len(old)] == old
     assert episode.shown(1).endswith("</tool_call><|im_end|>\n<|im_start|>tool\n19<|im_end|>\n<|im_start|>assistant\n")
+
+
+def _is_bridged(episode: PlayedByHand) -> list[bool]:
+    """Whether each prompt after the first goes on from the answer before, as it was drawn."""
+    old = [[*prompt, *drawn.tokens] for prompt, drawn in zip(episode.prompts, episode.drawn, strict=True)]
+    return [new[: len(one)] == one for one, new in zip(old, episode.prompts[1:], strict=False)]
+
+
+GIVEN = '{"a": 12, "b": %d}'
+BY_MISTRAL = '[TOOL_CALLS] [{"name": "add", "arguments": ' + GIVEN + "}]"
+BY_QWEN = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": ' + GIVEN + "}\n</tool_call>"
+BY_LLAMA = '{"name": "add", "parameters": ' + GIVEN + "}"
+BY_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>" + GIVEN + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "call", "bridged"),
+    [
+        # a tool call as text counts as a turn of the assistant; the second one is refused, and rendered as a call
+        ("mistral-v0.3", "</s>", BY_MISTRAL, [True, False, True]),
+        ("qwen3", "<|im_end|>", BY_QWEN, [True, True, True]),
+        ("llama-3.1", "<|eot_id|>", BY_LLAMA, [True, True, True]),
+        ("deepseek-v3.1", "<｜end▁of▁sentence｜>", BY_DEEPSEEK, [True, True, True]),
+    ],
+)
+def test_three_turns_of_tools_are_played_with_templates_as_they_are_published(
+    name: str, end: str, call: str, bridged: list[bool]
+):
+    text = published_model(name, end)
+
+    async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
+        return await use_tools(client, {"add": add}), episode
+
+    said, episode = with_client(act, [*(call % b for b in (7, 8, 9)), "19, 20, 21"], text, max_context=40_000)
+    assert said == "19, 20, 21"
+    assert _is_bridged(episode) == bridged
+    shown = episode.shown(3)
+    calls = [shown.rfind(GIVEN % b) for b in (7, 8, 9)]
+    results = [shown.rfind(result) for result in ("19", "20", "21")]
+    assert -1 not in calls
+    assert sorted([*calls, *results]) == [one for pair in zip(calls, results, strict=True) for one in pair]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("mistral-v0.3", "</s>"), ("qwen3", "<|im_end|>"), ("llama-3.1", "<|eot_id|>"), ("deepseek-v3.1", "</s>")],
+)
+def test_edited_histories_with_tool_calls_are_rendered_whole_by_published_templates(name: str, end: str):
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "add", "arguments": GIVEN % 7}}
+    messages: Any = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "19"},
+    ]
+
+    async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
+        await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        return episode.shown(0)
+
+    shown = with_client(act, ["19"], published_model(name, end), max_context=40_000)
+    assert GIVEN % 7 in shown
+    assert shown.rfind("19") > shown.index(GIVEN % 7)
 
 
 @pytest.mark.parametrize(

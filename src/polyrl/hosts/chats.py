@@ -95,7 +95,8 @@ class Chat:
             del self._remembered[next(iter(self._remembered))]
 
     def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message as chat templates expect it: text instead of null, and arguments of tool calls as objects.
+        """Return a message as chat templates expect it: text instead of null, and arguments of tool calls as objects,
+        or as text where the template adds them to text.
 
         What others than the policy say has no special tokens, whatever they wrote.
         """
@@ -103,7 +104,9 @@ class Chat:
         made = {name: value for name, value in message.items() if value is not None}
         made["content"] = whole_text(content) if message["role"] == "assistant" else self._text.as_text(content)
         calls = message.get("tool_calls")
-        if calls:
+        if calls and self._text.takes_arguments_as_text():
+            made["tool_calls"] = calls
+        elif calls:
             made["tool_calls"] = [{**one, "function": _with_object(one["function"])} for one in calls]
         else:
             made.pop("tool_calls", None)
@@ -128,10 +131,14 @@ class Chat:
     def _difference(
         self, before: _Remembered, messages: ChatMessages, tools: ChatTools | None, settings: dict[str, Any]
     ) -> list[int] | None:
-        """Return the tokens that the template writes after an answer; None where it writes the answer differently."""
-        begun = self._template.render(before.messages, settings, tools=tools)
-        given = self._template.render(before.messages, settings, tools=tools, with_answer_begun=False)
-        whole = self._template.render(messages, settings, tools=tools)
+        """Return the tokens that the template writes after an answer; None where it writes the answer differently, or
+        refuses it: a tool call is plain text here, and some count those turns, or want a call before a result."""
+        try:
+            begun = self._template.render(before.messages, settings, tools=tools)
+            given = self._template.render(before.messages, settings, tools=tools, with_answer_begun=False)
+            whole = self._template.render(messages, settings, tools=tools)
+        except TemplateRefused:
+            return None
         tail = _after(whole, begun, given, before.sampled)
         end = self._end_of(before)
         if tail is None or not tail.startswith(end):

@@ -62,7 +62,7 @@ def message_of(content: str, calls: list[WrittenCall]) -> dict[str, Any]:
         return {"role": "assistant", "content": content}
     said = [
         {
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": secrets.token_hex(5)[:9],  # Mistral's templates want 9 letters and digits
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }

@@ -84,12 +84,24 @@ def read_calls(text: str, syntax: ToolSyntax, tools: Sequence[dict[str, Any]]) -
     return read_answer(text, syntax if isinstance(syntax, str) else syntax.read, tools)
 
 
+def takes_arguments_as_text(template: "ChatTemplate") -> bool:
+    """Return whether the template writes calls whose arguments are text, and none whose arguments are an object."""
+    return _written_with(template, _NAMES[:1], _GIVEN) is None and (
+        _written_with(template, _NAMES[:1], json.dumps(_GIVEN)) is not None
+    )
+
+
 def _written(template: "ChatTemplate", names: Sequence[str]) -> str | None:
     """Return what the template writes for an answer with these calls, without its end; None if it shows none."""
+    found = _written_with(template, names, _GIVEN)
+    return _written_with(template, names, json.dumps(_GIVEN)) if found is None else found
+
+
+def _written_with(template: "ChatTemplate", names: Sequence[str], arguments: object) -> str | None:
     from polyrl.data.chat_template import TemplateRefused
 
     calls = [
-        {"id": f"polyrl00{at}", "type": "function", "function": {"name": name, "arguments": _GIVEN}}
+        {"id": f"polyrl00{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for at, name in enumerate(names)
     ]
     try:
