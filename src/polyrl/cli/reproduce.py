@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from polyrl.reproduce.page import state_of_source
+
     if not args.names:
         return _list(as_json=args.json)
     for option, value in (("--seeds", args.seeds), ("--processes", args.processes), ("--speedup", args.speedup)):
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--seeds: is not for --on gpu, where each mode is run once")
     if args.out is not None:
         _make(args.out)
+    commit = state_of_source()
     if args.on == "gpu":
         sections = [(name, *_measured(one)) for name, one in wanted]
     else:
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             sections = [(name, *_played(one, args.on, player)) for name, one in wanted]
     for name, section, took_s in sections:
         if args.out is not None:
-            _write(args.out, section, _origin(args, name, took_s))
+            _write(args.out, section, _origin(args, name, took_s, commit))
     _show(sections, args.on, as_json=args.json)
     return int(not all(section.holds for _, section, _ in sections))
 
@@ -150,14 +153,14 @@ def _measured(one: "Reproduction") -> "tuple[Section, float]":
     return one.gpu.section(runs), sum(run.run_s for run in runs.values())
 
 
-def _origin(args: argparse.Namespace, name: str, took_s: float) -> "Provenance":
-    from polyrl.reproduce.page import Provenance, state_of_source
+def _origin(args: argparse.Namespace, name: str, took_s: float, commit: str) -> "Provenance":
+    from polyrl.reproduce.page import Provenance
 
     seeds = args.seeds or (2 if args.on == "simulation" else 1)
     speed = f" --speedup {args.speedup:g}" if args.on == "emulated" else ""
     num = f" --seeds {seeds}" if args.on != "gpu" else ""
     command = f"polyrl reproduce {name} --on {args.on}{num}{speed}"
-    return Provenance(name, args.on, command, seeds, took_s, state_of_source())
+    return Provenance(name, args.on, command, seeds, took_s, commit)
 
 
 def _make(folder: Path) -> None:
