@@ -12,7 +12,7 @@ a race chooses; `validation` is not, and is there to be compared. A difference i
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -59,6 +59,11 @@ def at_end(curve: Curve) -> float:
     return fmean(curve.reward[-LAST_STEPS:])
 
 
+JUDGED_BY: dict[str, Callable[[Curve], float]] = {
+    "by validation at the end": last_validation,
+    f"By reward over the last {LAST_STEPS} steps": at_end,
+}
+
 # The page
 
 
@@ -85,13 +90,23 @@ NOTHING_TO_COMPARE = (
 
 
 def in_short(found: dict[str, dict[int, Curve]]) -> str:
-    """Which variants are judged how, by validation at the end."""
+    """Which variants are judged how, by validation at the end and by reward."""
+    said = [f"{by}: {_judged(found, value)}" for by, value in JUDGED_BY.items()]
+    if not found.keys() - {BASELINE} or BASELINE not in found:
+        said = [NOTHING_TO_COMPARE]
+    return f"**In short**, against synchronous runs, {'. '.join(said)}."
+
+
+def _judged(found: dict[str, dict[int, Curve]], value: Callable[[Curve], float]) -> str:
+    """Variants by what is said of them; with their figures where there is a difference."""
     judged: dict[str, list[str]] = {}
-    for row in learned(found)[1:]:
-        if row[-1]:
-            judged.setdefault(row[-1], []).append(row[0])
-    said = "; ".join(f"{what}: {', '.join(names)}" for what, names in judged.items())
-    return f"**In short**, against synchronous runs, by validation at the end: {said or NOTHING_TO_COMPARE}."
+    for name, curves in found.items():
+        numbers = differences(curves, found[BASELINE], value) if BASELINE in found and name != BASELINE else []
+        if numbers:
+            what = verdict(numbers)
+            differs = what in ("better", "worse")
+            judged.setdefault(what, []).append(f"{name} ({show(numbers, sign='+')})" if differs else name)
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in judged.items()) or "nothing to compare"
 
 
 def biased(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
@@ -119,8 +134,8 @@ too, and two workers. The page is written by the command below."""
 HOW_TO_READ = """\
 **How to read it.** `+-` and bands are 95% confidence over seeds; differences are taken seed by seed. A reward is that
 of the samples that came to the trainer: where samples race, the race chooses them, and it says little about the
-policy; in async runs it is that of the older policies which wrote them. Validation, on problems that are never
-trained on, does not depend on the mode."""
+policy; in async runs it is that of the older policies which wrote them, so while a run still learns, a part of what it
+is behind is its lag. Validation, on problems that are never trained on, does not depend on the mode."""
 ABOUT_BIAS = """\
 Answers that a race ends early never end by themselves, so that what a race does to lengths shows against synchronous
 runs. Of answers that ended, those whose groups came too late, or that were extra, are not trained.

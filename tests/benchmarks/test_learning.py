@@ -75,7 +75,9 @@ def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, t
     page = out.read_text()
     assert all(page.count(f"| {name} ") == 3 for name in ("synchronous", "streaming", "async-1"))
     assert "race" not in [line.split()[1] for line in page.splitlines() if line.startswith("| ")]
-    assert "within noise: streaming; worse: async-1." in page
+    said = "by validation at the end: within noise: streaming; worse: async-1 (-0.199 +- 0.002). "
+    assert f"{said}By reward over the last" in page
+    assert page.count("worse: async-1 (-0.199") == 2
     assert "9 runs" in page and "`the command`" in page
     assert (out.parent / "learning.png").read_bytes().startswith(b"\x89PNG") and "(learning.png)" in page
 

@@ -170,7 +170,7 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, che
         seconds = [line["time/step_total"] for line in lines]
         tokens = sum(line["tokens/kept"] for line in lines)
         print(json.dumps({
-            "mode": mode, "lengths": "imposed", "arch": arch, "prompts": prompts, "cap": cap,
+            "mode": mode, "lengths": "imposed", "device": device_name(), "arch": arch, "prompts": prompts, "cap": cap,
             "mean_step_s": statistics.fmean(seconds),
             "steps_s": [round(one, 1) for one in seconds], "kinds": [line["rounds/kind"][0] for line in lines],
             "train_s": round(statistics.fmean(line["time/step_train"] for line in lines), 2),
@@ -183,6 +183,10 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, che
         del learner
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "a CPU"
 
 
 def report(watch: Watch) -> None:

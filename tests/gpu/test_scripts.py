@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from polyrl.reproduce import measured
+from polyrl.reproduce.names import REPRODUCTIONS
+
 FOLDER = Path(__file__).parent
 COMMANDS = {
     "check_algorithms": ["--device cpu --stride 97"],
@@ -65,3 +68,17 @@ def test_a_gpu_script_runs_small_on_the_cpu(script, words, tmp_path):
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+
+
+@pytest.mark.gpu_scripts
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name, one in REPRODUCTIONS.items() if not isinstance(one.gpu, str)])
+def test_what_a_gpu_is_to_reproduce_becomes_a_section(name, monkeypatch):
+    monkeypatch.chdir(FOLDER.parents[1])
+    on_gpu = REPRODUCTIONS[name].gpu
+    assert not isinstance(on_gpu, str)
+    runs = measured.run(on_gpu.modes, print, ("--small", "--steps", "1"))
+    section = on_gpu.section(runs)
+    assert [row[0] for row in section.tables[0].rows] == list(on_gpu.modes)
+    assert section.checks
+    assert all(check.ours > 0 for check in section.checks)

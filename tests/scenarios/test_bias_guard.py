@@ -1,5 +1,7 @@
-"""The guard of tail batching leaves a mode that trains answers that are too short; every prompt is still trained."""
+"""The guard of tail batching leaves a mode that trains answers that are too short; every prompt is still trained. A
+step's line tells adaptive factors."""
 
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.sim.library import load_scenario
 from polyrl.sim.simulation import Simulation
+from polyrl.telemetry.metrics import factors_changed, from_step_line
 
 
 def played(scenario: str, max_bias: float, num_steps: int = 20) -> Simulation:
@@ -47,3 +50,18 @@ def test_the_expected_mean_shows_a_bias_that_ended_answers_hide():
     natural, last = sim.natural_tokens / sim.num_natural, sim.lines[4:]
     assert 1.0 < fmean(one.expected_mean for one in last) / natural < 1.15
     assert fmean(one.generated_mean for one in last if one.kind == "short") < 0.6 * natural
+
+
+def test_adaptive_factors_are_told_with_every_step_and_a_change_of_them_in_words():
+    overrides = ("run.steps=8", "parallelism.enabled=false", "rounds.adaptive=true")
+    sim = Simulation(load_scenario("tail-14b-16k", list(overrides)), 0)
+    sim.run()
+    shown = [from_step_line(line) for line in sim.lines]
+    factors = [(one["rounds/prompt_factor"], one["rounds/sample_factor"]) for one in shown]
+    assert factors[0] == (1.25, 1.25)
+    changes = [factors_changed(line, before) for before, line in pairwise(sim.lines)]
+    assert [bool(one) for one in changes] == [before != now for before, now in pairwise(factors)]
+    [first, *_] = filter(None, changes)
+    assert first.startswith("rounds.") and "from 1.25 to" in first and "within rounds.max_waste" in first
+    plain = from_step_line(played("tail-7b-8k", 0.35, 1).lines[0])
+    assert "rounds/prompt_factor" not in plain

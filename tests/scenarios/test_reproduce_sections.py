@@ -1,18 +1,17 @@
 """Sections of `polyrl reproduce` compare what comes back, wherever it was played; the command says what cannot be."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from polyrl.cli.main import main
 from polyrl.ids import Step
-from polyrl.reproduce import elastic, losses
+from polyrl.reproduce import elastic, losses, measured
 from polyrl.reproduce.comparing import Section, relative
 from polyrl.reproduce.names import PLACES, REPRODUCTIONS
 from polyrl.reproduce.page import Provenance, misfits, page
 from polyrl.reproduce.picture import draw
-from polyrl.reproduce.playing import Played, Variant
+from polyrl.reproduce.playing import Played, Timed, Variant
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.sim.result import Measured
 
@@ -138,6 +137,7 @@ def test_without_a_name_all_are_listed_with_where_they_can_be_played(capsys):
         (["planner", "--on", "mars"], "--on: 'mars' is no place; expected one of simulation, emulated, gpu"),
         (["planner", "--on", "emulated"], "planner cannot be played on emulated: an emulated engine has no width"),
         (["minimum", "--on", "gpu"], "minimum cannot be played on gpu: no script measures it there"),
+        (["tail-e2e", "--on", "gpu", "--seeds", "2"], "--seeds: is not for --on gpu, where each mode is run once"),
         (["minimum", "--seeds", "0"], "--seeds: 0; expected at least 1"),
         (["minimum", "--speedup", "inf"], "--speedup: inf; expected at most 1000: processes do not go that fast"),
         (["minimum", "--out", "/dev/null/x"], "--out: /dev/null/x: no folder can be made there: Not a directory"),
@@ -154,7 +154,32 @@ def test_a_gpu_script_is_looked_for_in_the_checkout(capsys, monkeypatch, tmp_pat
     assert "is not there; run this in a checkout" in capsys.readouterr().err
 
 
-def test_gpu_commands_name_scripts_that_are_there():
-    root = Path(__file__).parents[2]
-    for one in REPRODUCTIONS.values():
-        assert isinstance(one.gpu, str) or (root / one.gpu[1]).is_file()
+def test_what_a_gpu_measured_is_a_page_beside_what_was_published():
+    def run_of(mode: str, step_s: float, kinds: str) -> measured.ModeRun:
+        steps = [step_s] * len(kinds)
+        return measured.ModeRun(
+            mode, "a GPU", "qwen3", 32, 8192, steps, list(kinds), step_s, step_s / 2, 3.0, 0.5, 6e3, 60
+        )
+
+    runs = {"synchronous": run_of("synchronous", 40.0, "ss"), "tail batching": run_of("tail batching", 20.0, "sl")}
+    section = measured.tail_batching(runs)
+    assert [round(check.ours, 3) for check in section.checks] == [2.0, 2.0]
+    written = page(section, Provenance("tail-e2e", "gpu", "polyrl reproduce tail-e2e --on gpu", 1, 60.0, "0123"), [])
+    assert "runs of a case: 1; they took 60 s" in written
+    assert "| tail batching | 2     | 20.0    | 20.0    |" in written
+    faster = measured.streaming({"synchronous": runs["synchronous"], "streaming": run_of("streaming", 38.0, "ss")})
+    assert faster.checks[0].ours == pytest.approx(0.95)
+
+
+def test_a_section_whose_runs_another_needed_too_says_how_long_they_took():
+    class Slow(Made):
+        def _played(self, case):
+            return super()._played(case)._replace(took_s=3.0)
+
+    shared = Slow()
+    took_s = []
+    for name in ("tail-e2e", "planner", "planner"):
+        timed = Timed(shared)
+        REPRODUCTIONS[name].simulation(timed)
+        took_s.append(timed.took_s)
+    assert took_s[1] == took_s[2] == 2 * 2 * 2 * 3.0, "two cases of two caps, two seeds each"

@@ -58,9 +58,10 @@ def test_out_writes_files_that_read_back(tiny, tmp_path, capsys):
     result = json.loads((out / "result.json").read_text())
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
-    assert set(steps[0]) == set(StepLine.__struct_fields__) - {"predicted_s", "mode_left"}, (
-        "nothing was predicted, no mode left"
-    )
+    assert set(steps[0]) == set(StepLine.__struct_fields__) - {
+        *("predicted_s", "mode_left"),
+        *("prompt_factor", "sample_factor"),
+    }, "nothing was predicted, no mode left, no factor adapted"
     assert tomllib.loads((out / "scenario.toml").read_text())["fleet"]["workers"] == 2
     assert main(["replay", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["digest"] == result["journal_digest"]

@@ -87,6 +87,22 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
     assert (line["time/step_total"], line["idle/trainer_share"]) == (2.0, 0.25)
 
 
+def test_adaptive_factors_that_changed_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    display = Display("tiny", 4, Dialer(URL, "a token"))
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), display)
+    lines = [a_line(0, prompt_factor=1.25, sample_factor=1.25), a_line(1, prompt_factor=1.5, sample_factor=1.25)]
+    reporter.begin(cast("Any", OneFleet(*lines)))
+    seconds = {"total": 1.0, "generate": 1.0, "train": 0.5, "idle": 0.0}
+    for step, line in enumerate(lines):
+        stats = StepStats(step, Added(), metrics={})
+        asyncio.run(reporter.step_ended(StepReport(step, stats, line, [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
+    reporter.close()
+    said = "".join(capsys.readouterr())
+    assert said.count("rounds.prompt_factor") == 1
+    assert "step 1: rounds.prompt_factor from 1.25 to 1.5: the fastest for the lengths seen" in " ".join(said.split())
+    assert [one["rounds/prompt_factor"] for one in read_metrics(tmp_path / "metrics.jsonl")] == [1.25, 1.5]
+
+
 def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validation_waits_for_its_own(tmp_path: Path):
     display = Display("tiny", 4, Dialer(URL, "a token"))
     reporter = Reporter(load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), display, first_step=1)

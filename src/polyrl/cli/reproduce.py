@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ examples:
   polyrl reproduce three-of-six --on emulated             real processes and emulated engines, at a scaled clock
   polyrl reproduce planner minimum --json --seeds 1
   polyrl reproduce elastic-8b --out docs/results/reproduced
+  polyrl reproduce tail-e2e --on gpu --out found          step times of this machine's GPU, in a checkout
 
 Files of --out: NAME-PLACE.md and, with matplotlib, NAME-PLACE.png. Exit code 1: a figure is outside its tolerance."""
 
@@ -40,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on", default="simulation", metavar="PLACE", help="simulation, emulated or gpu (default: %(default)s)"
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="runs of a case (default: 2 simulated, 1 emulated)")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="runs of a case (default: 2 simulated, 1 emulated); not on gpu"
+    )
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="simulations at once (default: 2)")
     parser.add_argument(
         "--speedup", type=float, default=10.0, metavar="X", help="of the emulated clock (default: %(default)g)"
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.reproduce.names import REPRODUCTIONS
+    from polyrl.reproduce.page import state_of_source
 
     if not args.names:
         return _list(as_json=args.json)
@@ -65,15 +66,19 @@ def run(args: argparse.Namespace) -> int:
     wanted = [(name, _find(name)) for name in dict.fromkeys(args.names)]
     for name, one in wanted:
         _check_place(name, one, args.on)
-    if args.on == "gpu":
-        return max(_run_on_gpu(REPRODUCTIONS[name].gpu) for name, _ in wanted)
+    if args.on == "gpu" and args.seeds is not None:
+        raise UserError("--seeds: is not for --on gpu, where each mode is run once")
     if args.out is not None:
         _make(args.out)
-    with _player(args) as player:
-        sections = [(name, *_timed(one, args.on, player)) for name, one in wanted]
-    for name, section, wall_s in sections:
+    commit = state_of_source()
+    if args.on == "gpu":
+        sections = [(name, *_measured(one)) for name, one in wanted]
+    else:
+        with _player(args) as player:
+            sections = [(name, *_played(one, args.on, player)) for name, one in wanted]
+    for name, section, took_s in sections:
         if args.out is not None:
-            _write(args.out, section, _origin(args, name, wall_s))
+            _write(args.out, section, _origin(args, name, took_s, commit))
     _show(sections, args.on, as_json=args.json)
     return int(not all(section.holds for _, section, _ in sections))
 
@@ -132,27 +137,30 @@ def _player(args: argparse.Namespace) -> "Iterator[Player]":
         yield Simulator(run_all, args.seeds or 2, told)
 
 
-def _timed(one: "Reproduction", place: str, player: "Player") -> "tuple[Section, float]":
-    began = time.monotonic()
-    section = one.simulation(player) if place == "simulation" else one.emulated(player)  # type: ignore[operator]
-    return section, time.monotonic() - began
+def _played(one: "Reproduction", place: str, player: "Player") -> "tuple[Section, float]":
+    from polyrl.reproduce.playing import Timed
+
+    timed = Timed(player)
+    section = one.simulation(timed) if place == "simulation" else one.emulated(timed)  # type: ignore[operator]
+    return section, timed.took_s
 
 
-def _run_on_gpu(command: tuple[str, ...] | str) -> int:
-    """Run a script of the checkout that the current folder is."""
-    if not Path(command[1]).is_file():
-        raise UserError(f"{command[1]}: is not there; run this in a checkout of PolyRL, on a machine with a GPU")
-    print(f"polyrl: {shlex.join(command)}", file=sys.stderr)
-    return subprocess.run([sys.executable, *command[1:]], check=False).returncode
+def _measured(one: "Reproduction") -> "tuple[Section, float]":
+    from polyrl.reproduce.measured import run as run_modes
+
+    assert not isinstance(one.gpu, str), "its place was checked"
+    runs = run_modes(one.gpu.modes, lambda line: print(line, file=sys.stderr))
+    return one.gpu.section(runs), sum(run.run_s for run in runs.values())
 
 
-def _origin(args: argparse.Namespace, name: str, wall_s: float) -> "Provenance":
-    from polyrl.reproduce.page import Provenance, state_of_source
+def _origin(args: argparse.Namespace, name: str, took_s: float, commit: str) -> "Provenance":
+    from polyrl.reproduce.page import Provenance
 
-    seeds = args.seeds or (1 if args.on == "emulated" else 2)
+    seeds = args.seeds or (2 if args.on == "simulation" else 1)
     speed = f" --speedup {args.speedup:g}" if args.on == "emulated" else ""
-    command = f"polyrl reproduce {name} --on {args.on} --seeds {seeds}{speed}"
-    return Provenance(name, args.on, command, seeds, wall_s, state_of_source())
+    num = f" --seeds {seeds}" if args.on != "gpu" else ""
+    command = f"polyrl reproduce {name} --on {args.on}{num}{speed}"
+    return Provenance(name, args.on, command, seeds, took_s, commit)
 
 
 def _make(folder: Path) -> None:

@@ -762,6 +762,10 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f'parallelism.enabled: {fleet.workers} workers of engine "{fleet.engine}" (fleet); expected servers, '
                 "vllm or sglang, with two devices or more in all (fleet.workers times fleet.tensor_parallel)"
             )
+        if self.scaling.enabled:
+            raise ValueError(
+                "scaling.enabled: expected false with parallelism.enabled, which uses all devices of fleet"
+            )
         for key in ("engines", "num_devices", "start_tp", "model"):
             if getattr(planned, key) != getattr(ParallelismConfig(), key):
                 raise ValueError(f"parallelism.{key}: follows from fleet and model; leave it out")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
-from polyrl.reproduce import elastic, losses, tail, together, trained
+from polyrl.reproduce import elastic, losses, measured, tail, together, trained
 from polyrl.reproduce.comparing import Section
 from polyrl.reproduce.playing import Player
 
@@ -14,7 +14,6 @@ PLACES: tuple[PlaceName, ...] = ("simulation", "emulated", "gpu")
 _NO_GPU = "no script measures it there"
 _NO_WIDTH = "an emulated engine has no width"
 _TOO_LONG = "its runs would take hours of real time"
-_RUN = ("python", "tests/gpu/check_run.py", "--cap", "8192", "--steps", "10", "--no-checkpoints")
 
 
 class Reproduction(NamedTuple):
@@ -22,8 +21,8 @@ class Reproduction(NamedTuple):
     simulation: Callable[[Player], Section]
     emulated: Callable[[Player], Section] | str
     """Shorter runs; a text says why there are none."""
-    gpu: tuple[str, ...] | str = _NO_GPU
-    """A command that measures it in a checkout on a machine with a GPU; a text says why there is none."""
+    gpu: measured.OnGpu | str = _NO_GPU
+    """Modes to measure in a checkout on a machine with a GPU; a text says why there are none."""
 
 
 REPRODUCTIONS: Mapping[str, Reproduction] = {
@@ -60,7 +59,7 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
         "RollPacker, 7B and 14B: its mechanisms on top of each other; step times",
         tail.end_to_end,
         tail.end_to_end_emulated,
-        (*_RUN, "synchronous", "tail batching"),
+        measured.OnGpu(("synchronous", "tail batching"), measured.tail_batching),
     ),
     "tail-sensitivity": Reproduction(
         "RollPacker: rollout time by over-provisioning factor", tail.sensitivity, _TOO_LONG
@@ -79,7 +78,7 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
         "RollPacker: devices that train while the round runs",
         tail.stream_trainer,
         "its effect is a few percent, which is within what emulation is off",
-        (*_RUN, "synchronous", "streaming"),
+        measured.OnGpu(("synchronous", "streaming"), measured.streaming),
     ),
     "planner": Reproduction("RollPacker: the parallelism planner", tail.planner, _NO_WIDTH),
     "minimum": Reproduction(

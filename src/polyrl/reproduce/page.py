@@ -22,13 +22,15 @@ class Provenance(NamedTuple):
     place: str
     command: str
     num_seeds: int
-    wall_s: float
+    took_s: float
+    """The seconds of its runs, one after the other."""
     commit: str
 
     def lines(self) -> list[str]:
         cores = len(os.sched_getaffinity(0))
         return [
-            f"command: `{self.command}`, {self.wall_s:.0f} s; runs of a case: {self.num_seeds} or more",
+            f"command: `{self.command}`; runs of a case: {self.num_seeds}{' or more' if self.place != 'gpu' else ''}; "
+            f"they took {self.took_s:.0f} s, one after the other",
             f"commit: {self.commit}",
             f"machine: {cpu()}, {cores} cores, Python {platform.python_version()}",
             f"date: {time.strftime('%Y-%m-%d')}",
@@ -44,6 +46,7 @@ def state_of_source() -> str:
 
 PLACES = {
     "simulation": "in the simulator: figures depend on scenario and seed alone, not on the machine",
+    "gpu": "on this machine's GPU: only times mean something",
     "emulated": "with a real manager, real worker processes and emulated engines at a scaled clock",
 }
 

@@ -3,6 +3,7 @@
 `Player` is where: the simulator here, real processes in `emulation/`. Each case and seed is played once.
 """
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -28,6 +29,8 @@ class Played(NamedTuple):
     steps: list[Measured]
     """Every step, the warm-up included."""
     warmup_steps: int
+    took_s: float = 0.0
+    """Real seconds."""
 
     @property
     def measured(self) -> list[Measured]:
@@ -52,12 +55,13 @@ class Player(Protocol):
 
 def simulate(case: Variant, seed: int) -> Played:
     """Play a case in the simulator. Raises LawViolation if a law is broken."""
+    began = time.monotonic()
     scenario = load_scenario(case.scenario, list(case.overrides))
     sim = Simulation(scenario, seed)
     sim.run()
     if sim.law_violations:
         raise LawViolation(f"{case} with seed {seed}: {sim.law_violations[0]}")
-    return Played(measure_steps(sim), scenario.run.warmup_steps)
+    return Played(measure_steps(sim), scenario.run.warmup_steps, time.monotonic() - began)
 
 
 class Simulator:
@@ -76,6 +80,23 @@ class Simulator:
             if self._told is not None:
                 self._told(len(self._played), len(self._played) + sum(one not in self._played for one in missing))
         return {key: [self._played[case, seed] for seed in seeds] for key, case in cases.items()}
+
+
+class Timed:
+    """A player that says how long the runs of a section took, each once, also those that another had played before."""
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self._took_s: dict[Variant, float] = {}
+
+    def play(self, cases: Mapping[Key, Variant], at_least: int = 1) -> dict[Key, Runs]:
+        played = self._player.play(cases, at_least)
+        self._took_s |= {case: sum(one.took_s for one in played[key]) for key, case in cases.items()}
+        return played
+
+    @property
+    def took_s(self) -> float:
+        return sum(self._took_s.values())
 
 
 RunAll = Callable[[list[tuple[Variant, int]]], Iterator[Played]]

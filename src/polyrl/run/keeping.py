@@ -1,12 +1,13 @@
 """Keep as many workers as are wanted: start those that are missing, start again those that ended, end those too many.
 
-    wanted   what a person said last (`polyrl up`, `polyrl down`), else the scheduler's advice with scaling.enabled,
-             else fleet.workers
+    wanted   what a person said last (`polyrl up`, `polyrl down`), else with the planner as many as its devices hold,
+             else the scheduler's advice with scaling.enabled, else fleet.workers
 
 Rules kept here: one process keeps the fleet of a run, the one that has the lock `fleet/keeper.lock`. A worker that
 ends is started again after a pause that doubles with every end soon after a start; with fleet.replace = false, or when
 it ended for a mistake that another start would repeat, it is not. A provider that fails is tried again, and said once.
-Workers too many are drained by the manager before their provider ends them, the least useful first.
+Workers too many are drained by the manager before their provider ends them, the least useful first. Engines of several
+devices here start on devices that no other worker has; with the planner there are never more than its devices hold.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from polyrl.providers.local import LocalProvider
 from polyrl.providers.provider import HeldWorker, Provider, ProviderError, WorkerOrder
 from polyrl.providers.registry import make_provider, run_of
 from polyrl.run.connecting import dialer
+from polyrl.run.devices_in_use import DevicesInUse
 from polyrl.run.processes import ManagerAddress, last_line
 from polyrl.run.workers import devices_of, from_elsewhere, worker_arguments
 from polyrl.wire.control import DrainRequest
@@ -113,9 +115,8 @@ class FleetKeeper:
         self._spent: dict[str, None] = {}
         """Names of workers that were let go: one that was drained may not join again."""
         self.width = recipe.fleet.tensor_parallel
-        self._num_planned: int | None = None
-        """How many workers there are since their width was changed."""
         self._is_reshaping = False
+        self._devices = DevicesInUse(run_dir / "fleet")
         self._let_go: dict[str, asyncio.Task[None]] = {}
         self._lives: dict[str, _Life] = {}
         self._trouble = ""
@@ -129,14 +130,19 @@ class FleetKeeper:
         """Return how many workers there should be now."""
         said = read_wanted(self._run_dir)
         if said is not None:
-            return said
-        if self._num_planned is not None:
-            return self._num_planned
+            return min(said, self.most)
+        if self.recipe.parallelism.enabled:
+            return self.most
         scaling = self.recipe.scaling
         if not scaling.enabled:
             return self.recipe.fleet.workers
         number = self.recipe.fleet.workers if advised is None else advised
         return min(scaling.max_workers, max(scaling.min_workers, number))
+
+    @property
+    def most(self) -> int:
+        """How many workers there may be: with the planner, as many as its devices hold."""
+        return self.recipe.fleet.num_devices // self.width if self.recipe.parallelism.enabled else MAX_WORKERS
 
     def aim(self, num: int, least_useful: Sequence[str] = ()) -> list[str]:
         """Want so many workers. Returns the names that are wanted no longer, the least useful of them first."""
@@ -181,6 +187,8 @@ class FleetKeeper:
             one, life = self.held.get(name), self._lives.setdefault(name, _Life())
             if (one is not None and one.state != "ended") or life.given_up or self._clock() < life.not_before:
                 continue
+            if self._has_own_devices(name) and not self._take_devices(name):
+                continue  # they are those of a worker that has not ended yet
             try:
                 await self.start(name)
             except ProviderError as error:
@@ -209,24 +217,34 @@ class FleetKeeper:
         self.provider.kill(name)
 
     def order(self, name: str) -> WorkerOrder:
-        recipe, provider, width = self.recipe, self.provider, self.width
+        recipe, provider, width, own = self.recipe, self.provider, self.width, self._devices.of(name)
         url = self._address.url if provider.is_here else from_elsewhere(self._address.url, recipe.manager)
         arguments = worker_arguments(recipe, self._run_dir, url, name, width, shares_files=provider.shares_files)
         token = (self._run_dir / TOKEN_FILES["worker"]).read_text(encoding="utf-8").strip()
-        has_own = provider.is_here and (width > 1 or recipe.parallelism.enabled) and name in self._names
-        devices = devices_of(recipe, width, self._names.index(name)) if has_own else {}
+        devices = {} if own is None or not self._has_own_devices(name) else devices_of(recipe, own)
         return WorkerOrder(name, tuple(arguments), token, self.log_file(name), devices)
 
-    async def reshape(self, width: int, num: int) -> None:
-        """Have `num` workers of so many devices each: the old ones have ended before new ones start on their devices.
+    def _has_own_devices(self, name: str) -> bool:
+        is_wide = self.width > 1 or self.recipe.parallelism.enabled
+        return self.provider.is_here and is_wide and name in self._names
+
+    def _take_devices(self, name: str) -> bool:
+        """Make devices a worker's own that no other has. A worker has them until its provider says that it ended."""
+        not_ended = [one.name for one in self.held.values() if one.state != "ended"]
+        there = {*self._names, *self._let_go, *not_ended}
+        most = max(self.recipe.fleet.num_devices, len(self._names) * self.width)
+        return self._devices.take(name, self.width, most, there)
+
+    async def reshape(self, width: int) -> None:
+        """Have workers of so many devices each: the old ones have ended before new ones start on their devices.
         Raises ProviderError."""
         self._is_reshaping = True
         try:
             old, self._names = self._names, []
             self._spent.update(dict.fromkeys(old))
             await asyncio.gather(*(self.provider.stop(name) for name in old))
-            self.width, self._num_planned = width, num
-            self.aim(num)
+            self.width = width
+            self.aim(self.wanted())
             self.held = await self.provider.held()
             await self.start_missing(lambda line: log.warning("%s", line))
         finally:

@@ -13,23 +13,21 @@ from collections.abc import Callable
 from rich.text import Text
 
 from polyrl.client import Fleet
-from polyrl.config.recipe import Recipe
 from polyrl.run.keeping import FleetKeeper
 
 log = logging.getLogger("polyrl.train")
 
 
 class Pool:
-    """Worker processes on `num_devices` devices, `width` for each."""
+    """Worker processes that divide the devices of `[fleet]`."""
 
-    def __init__(self, recipe: Recipe, keeper: FleetKeeper) -> None:
-        self._recipe, self._keeper = recipe, keeper
+    def __init__(self, keeper: FleetKeeper) -> None:
+        self._keeper = keeper
 
     async def follow(self, fleet: Fleet, say: Callable[[str | Text], None]) -> None:
         """Reshape whenever the scheduler has planned another width, until cancelled."""
         while True:
             plan = await fleet.until_planned(self._keeper.width)
             say(Text(f"engines: {plan.num_engines} of {plan.tensor_parallel} devices each: {plan.why}"))
-            num = self._recipe.fleet.num_devices // plan.tensor_parallel
-            await self._keeper.reshape(plan.tensor_parallel, num)
-            log.info("%d workers of %d devices each are started", num, plan.tensor_parallel)
+            await self._keeper.reshape(plan.tensor_parallel)
+            log.info("%d workers of %d devices each are started", len(self._keeper.names), plan.tensor_parallel)

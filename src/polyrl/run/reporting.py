@@ -36,7 +36,7 @@ from polyrl.run.tracked_samples import show_pictures, show_samples
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry import breaks, validated
 from polyrl.telemetry.looks import show_seconds
-from polyrl.telemetry.metrics import Metrics, MetricValue, from_step_line, with_aliases
+from polyrl.telemetry.metrics import Metrics, MetricValue, factors_changed, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
 from polyrl.trainer.reports import StepReport
@@ -137,6 +137,8 @@ class Reporter:
             self.display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
         if report.line is not None and report.line.mode_left:
             self.display.say(Text(f"step {report.step}: {report.line.mode_left}", style="yellow"))
+        if report.line is not None and (changed := factors_changed(report.line, self._line_before(report.step))):
+            self.display.say(f"step {report.step}: {changed}")
         self._warn_of_mismatch(report)
 
     async def _show_samples(self, step: int) -> None:

@@ -157,7 +157,7 @@ class Training:
             failing = [one for one in (manager, self._models.other_ranks, saver, self._tasks) if one is not None]
             news = [*reporter.news(fleet, keeper, playing, self._tasks)]
             if recipe.parallelism.enabled:
-                news.append(Pool(recipe, keeper).follow(fleet, say))
+                news.append(Pool(keeper).follow(fleet, say))
             async with connecting.dismissed_at_the_end(recipe, fleet, dial()), meanwhile(*news):
                 await keeping.until_joined(recipe, fleet, keeper)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)

@@ -42,6 +42,7 @@ async def bring_up(wish: Wish, say: Say) -> int:
             _refuse_changes(wish)
         elif wish.is_auto:
             raise UserError(f"--auto: no trainer runs in {wish.run_dir}; expected --workers N")
+        _refuse_beside_the_planner(recipe, number, is_ours=is_ours)
         keeping.write_wanted(wish.run_dir, number)
         keeper = _keeper(recipe, wish.run_dir, needs_manager=True)
         try:
@@ -84,6 +85,16 @@ def _recipe(wish: Wish) -> Recipe:
 def _refuse_changes(wish: Wish) -> None:
     if wish.settings:
         raise UserError(f"{wish.settings[0]}: a trainer keeps the workers of {wish.run_dir}; its recipe says how")
+
+
+def _refuse_beside_the_planner(recipe: Recipe, number: int | None, *, is_ours: bool) -> None:
+    """Refuse a number where the planner divides devices: what fits changes with the width that it wants."""
+    if not recipe.parallelism.enabled or number is None:
+        return
+    if not is_ours:
+        raise UserError("--workers: parallelism.enabled says how many servers the run has; expected --auto")
+    if number > recipe.fleet.workers:
+        raise UserError(f"--workers: {number}; expected at most {recipe.fleet.workers}: [fleet] has no more devices")
 
 
 def _keeper(recipe: Recipe, run_dir: Path, *, needs_manager: bool) -> keeping.FleetKeeper:

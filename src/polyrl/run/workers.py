@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Callable, Container
 from ipaddress import ip_address
@@ -21,6 +22,8 @@ from polyrl.engines import registry
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.served.server import NAMES, ServerKind
 from polyrl.errors import UserError
+from polyrl.providers.provider import ProviderError
+from polyrl.run.devices_in_use import DeviceSpan
 from polyrl.run.encryption import encryption
 from polyrl.weights.interfaces import listening_addresses
 
@@ -143,12 +146,18 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def devices_of(recipe: Recipe, width: int, number: int) -> dict[str, str]:
-    """Return the environment of the `number`-th worker of so many devices: those that come after the trainer's."""
+def devices_of(recipe: Recipe, own: DeviceSpan) -> dict[str, str]:
+    """Return the environment of a worker with devices of its own: those that come after the trainer's."""
     if choose_device(recipe.model.device) != "cuda":
         return {}
-    first = recipe.train.ranks + number * width
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in range(first, first + width))}
+    first = recipe.train.ranks + own.first
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    if visible and first + own.num > len(visible):
+        raise ProviderError(
+            f"CUDA_VISIBLE_DEVICES has {len(visible)} devices, and a worker needs number {first + own.num}"
+        )
+    names = visible or [str(number) for number in range(first + own.num)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + own.num])}
 
 
 async def tell_who_is_turned_away(

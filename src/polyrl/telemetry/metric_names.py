@@ -147,6 +147,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rounds/long", "", "1 for a long round, otherwise 0: for trackers that take numbers only"),
     Metric("rounds/groups", "", "groups trained"),
     Metric("rounds/samples", "", "samples trained"),
+    Metric("rounds/prompt_factor", "", "with `rounds.adaptive`, the factor for prompts at the end of the step"),
+    Metric("rounds/sample_factor", "", "with `rounds.adaptive`, the factor for the samples of a prompt"),
     Metric("rounds/filtered_groups", "", "groups rejected because all their rewards were equal, and replaced"),
     Metric("fleet/workers", "", "remote workers, mean over the step"),
     Metric("fleet/migrations", "", "samples of the round that went on at another worker"),

@@ -208,6 +208,7 @@ def from_step_line(
         "rounds/long": int(line.kind == "long"),
         "rounds/groups": line.num_groups,
         "rounds/samples": line.num_samples,
+        **_factors(line),
         "token/response_length/mean": line.trained_mean,
         "token/response_length/max": line.longest,
         "time/step_total": step_s,
@@ -229,6 +230,24 @@ def from_step_line(
         **{f"bias/inclusion_by_bin/{b}": trained / ended for b, ended, trained in line.inclusion_by_length},
         "weights/version": Step(line.step + 1),
     }
+
+
+def _factors(line: StepLine) -> dict[str, MetricValue]:
+    if not line.prompt_factor:
+        return {}
+    return {"rounds/prompt_factor": line.prompt_factor, "rounds/sample_factor": line.sample_factor}
+
+
+def factors_changed(line: StepLine, before: StepLine | None) -> str:
+    """Return what adaptive factors became with the step before; empty: they did not change."""
+    if before is None or not before.prompt_factor:
+        return ""
+    was, now = ((one.prompt_factor, one.sample_factor) for one in (before, line))
+    if was == now:
+        return ""
+    changed = zip(("rounds.prompt_factor", "rounds.sample_factor"), was, now, strict=True)
+    shown = ", ".join(f"{key} from {old:g} to {new:g}" for key, old, new in changed if old != new)
+    return f"{shown}: the fastest for the lengths seen, within rounds.max_waste and rounds.max_bias"
 
 
 def _share(seconds: float, whole_s: float) -> float:

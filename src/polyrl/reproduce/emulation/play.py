@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -103,11 +104,12 @@ def scale_of(scenario: Scenario, speedup: float) -> Scale:
 
 def emulate(case: Variant, seed: int, speedup: float = SPEEDUP) -> Played:
     """Raises UserError for a scenario that cannot be emulated."""
+    began = time.monotonic()
     scenario = load_scenario(case.scenario, list(case.overrides))
     check_that_it_can_be_emulated(scenario)
     with tempfile.TemporaryDirectory(prefix="polyrl-reproduce-") as folder:
         steps = run_loop(_play(scenario, seed, scale_of(scenario, speedup), Path(folder)))
-    return Played(steps, scenario.run.warmup_steps)
+    return Played(steps, scenario.run.warmup_steps, time.monotonic() - began)
 
 
 async def _play(scenario: Scenario, seed: int, scale: Scale, run_dir: Path) -> list[Measured]:

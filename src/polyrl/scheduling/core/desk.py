@@ -29,7 +29,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 8
+RULES = 9
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -53,6 +53,7 @@ RULES = 8
     8    of replicas that turn to generating, the first takes its share of the samples that wait, and leaves the others
          theirs (leases.py); none is given back before it is known how fast the others are (devices.py); late news has
          nobody look again for workers of samples that failed (scheduler.py)
+    9    a step's line tells adaptive factors (steps.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")

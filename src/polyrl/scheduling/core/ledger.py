@@ -82,6 +82,9 @@ class StepLine(Struct, frozen=True, omit_defaults=True):
     expected_mean: float = 0.0
     """Mean length of answers as learned from all that were seen, those included that were stopped and would have gone
     on; 0: not told, by earlier rules."""
+    prompt_factor: float = 0.0
+    sample_factor: float = 0.0
+    """With adaptive factors, those that were in force when the step ended; 0: not told, by earlier rules."""
     mode_left: str = ""
     """Why the mode of tail batching was left after this step, if it was."""
 

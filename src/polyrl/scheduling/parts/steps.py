@@ -31,6 +31,8 @@ _MOST_FASTER = 8.0
 """The most by which the trainer's own engines are believed to be faster or slower than a worker."""
 _EXPECTED = 8
 """The first rules by which a step's line has the mean length that is expected."""
+_TOLD_FACTORS = 9
+"""The first rules by which it has adaptive factors."""
 _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 
@@ -155,6 +157,10 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         expected = desk.lengths.mean(desk.config.max_new_tokens)
         left = tail_batching.watch_bias(desk.config.rounds, state.tail, round_.kind, tokens, num_samples, expected)
         state.last_line = structs.replace(state.last_line, expected_mean=expected, mode_left=left)
+    if desk.config.rounds.adaptive and state.rules >= _TOLD_FACTORS:
+        factors = state.tail.factors
+        its = {"prompt_factor": factors.prompts, "sample_factor": factors.samples}
+        state.last_line = structs.replace(state.last_line, **its)
     desk.commands.append(ReportStep(state.last_line))
     _advise(desk, times, state.last_line)
     _foresee_window(desk, round_.kind, times)
