@@ -22,8 +22,8 @@ from tests.telemetry.test_account import write_journal
 from tests.unit.test_cli_samples import write
 from yarl import URL
 
-from polyrl.cli.dash import live_link
 from polyrl.cli.main import main
+from polyrl.dashboard.life import live_link
 from polyrl.dashboard.server import DashboardServer, serving, write_or_cut
 from polyrl.dashboard.watched import WatchedRun, dollars_by_cause
 from polyrl.errors import UserError

@@ -203,7 +203,7 @@ class Bench:
         if before is not None and self._speculation is not None:
             rounds, drafted, right = (now - then for now, then in zip(self._speculation.counts, before, strict=True))
             told |= {"rounds": rounds, "drafted": drafted, "accepted": right, "share_by_drafts": round(right / num, 3)}
-            told |= {"gate": self._speculation.gate_state()}
+            told |= {"gate": self._speculation._gate.state()}
         return told
 
 

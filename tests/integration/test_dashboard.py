@@ -14,7 +14,7 @@ from tests.integration.live import CONFIG, check_right, honest_worker, manager, 
 from tests.properties.hostile import play
 from tests.telemetry.test_account import write_journal
 
-from polyrl.cli.dash import live_link
+from polyrl.dashboard.life import live_link
 from polyrl.journal.files import FILE_NAME
 from polyrl.wire.credentials import bearer
 

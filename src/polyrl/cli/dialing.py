@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import socket
@@ -100,8 +99,21 @@ def run_with(args: argparse.Namespace, request: "Callable[[Dialer], Awaitable[An
 
 
 def _url_of(run_dir: Path) -> str:
+    from polyrl.wire.dial import url_of_run
+
     try:
-        url = json.loads((run_dir / "manager.json").read_text(encoding="utf-8"))["url"]
-    except (OSError, ValueError, KeyError) as error:
+        return url_of_run(run_dir)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{run_dir}: no manager runs there; give --manager URL") from error
-    return url.replace("//0.0.0.0:", "//127.0.0.1:")
+
+
+def check_peer(args: argparse.Namespace, name: str) -> None:
+    """Raise UserError for a name, a price or a deadline that no worker or host can have."""
+    from polyrl.wire.control import WORKER_NAME
+
+    if not re.fullmatch(WORKER_NAME, name):
+        raise UserError(f"--name: {name!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores")
+    if not 0 <= args.price <= 1e6:
+        raise UserError(f"--price: {args.price:g} is not a price; expected US dollars per hour, 0 or more")
+    if not args.drain_deadline > 0:
+        raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")

@@ -5,7 +5,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -194,16 +193,11 @@ async def _check(wanted: "WantedEnvironment") -> int:
 
 
 def _check_host(args: argparse.Namespace, name: str) -> None:
-    from polyrl.wire.control import MAX_SLOTS, WORKER_NAME
+    from polyrl.wire.control import MAX_SLOTS
 
-    if not re.fullmatch(WORKER_NAME, name):
-        raise UserError(f"--name: {name!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores")
+    dialing.check_peer(args, name)
     if not 1 <= args.slots <= MAX_SLOTS:
         raise UserError(f"--slots: {args.slots}; expected 1 to {MAX_SLOTS}")
-    if not 0 <= args.price <= 1e6:
-        raise UserError(f"--price: {args.price:g} is not a price; expected US dollars per hour, 0 or more")
-    if not args.drain_deadline > 0:
-        raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
     if args.join is None:
         raise UserError("--join: missing; expected the manager's address, for example http://HOST:5000")
 

@@ -56,8 +56,6 @@ def check_options(args: argparse.Namespace) -> None:
             raise UserError(f"{option}: is of an engine, and --rewards has none; leave it out")
     if args.slots is not None and not 1 <= args.slots <= MAX_PLACES:
         raise UserError(f"--slots: {args.slots}; expected 1 to {MAX_PLACES} answers at once")
-    if not 0 <= args.price <= 1e6:
-        raise UserError(f"--price: {args.price:g} is not a price; expected US dollars per hour, 0 or more")
     if args.log is not None:
         try:
             with Path(args.log).open("ab"):

@@ -147,22 +147,16 @@ def _check_options(args: argparse.Namespace, name: str) -> None:
     from polyrl.errors import UserError
     from polyrl.scheduling.core.bounds import REGION
     from polyrl.weights.interfaces import listening_addresses
-    from polyrl.wire.control import WORKER_NAME
     from polyrl.wire.frames import MAX_NOTICE_S
 
     is_encrypted = args.join is not None and args.join.startswith("https://")
-    if not re.fullmatch(WORKER_NAME, name):
-        raise UserError(f"--name: {name!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores")
+    dialing.check_peer(args, name)
     if not re.fullmatch(REGION, args.region):
         raise UserError(
             f"--region: {args.region!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores"
         )
-    if not 0 <= args.price <= 1e6:
-        raise UserError(f"--price: {args.price:g} is not a price; expected US dollars per hour, 0 or more")
     if args.devices < 1:
         raise UserError(f"--devices: {args.devices}; expected at least 1")
-    if not args.drain_deadline > 0:
-        raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
     if not 0 <= args.notice <= MAX_NOTICE_S:
         raise UserError(f"--notice: {args.notice:g}; expected seconds from 0 to {MAX_NOTICE_S:g}")
     if args.join is None and not args.check:

@@ -51,9 +51,9 @@ def read_facts(folder: str | Path, *, strict: bool = False) -> ModelFacts:
     if strict and (vocab is None or vocab < 1):
         raise ConfigError(f"{folder}: config.json: vocab_size: got {vocab!r}, expected the number of token ids")
     contexts = [config[key] for key in _CONTEXT_KEYS if _integer(config.get(key)) is not None]
-    of_generation, of_config = (_ids(one.get("eos_token_id")) for one in (generation, config))
+    of_generation, of_config = (token_ids(one.get("eos_token_id")) for one in (generation, config))
     ends = of_config if generation.get("eos_token_id") is None else of_generation
-    known = of_generation | of_config | _ids(said.get("eos_token_id"))
+    known = of_generation | of_config | token_ids(said.get("eos_token_id"))
     return ModelFacts(Path(folder).resolve().name, config, vocab, contexts[0] if contexts else None, ends, known)
 
 
@@ -81,5 +81,6 @@ def _integer(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _ids(said: Any) -> frozenset[int]:
+def token_ids(said: Any) -> frozenset[int]:
+    """Return the ids of a setting that holds one, a list of them or nothing, as `eos_token_id` does."""
     return frozenset(one for one in (said if isinstance(said, list) else [said]) if isinstance(one, int))

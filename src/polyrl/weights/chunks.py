@@ -8,7 +8,7 @@ A table whose numbers do not agree cannot be built, and therefore cannot be deco
 table belongs to, and who vouches for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ import xxhash
 
 HashName = Literal["xxh3-128", "blake3"]
 View: TypeAlias = bytes | bytearray | memoryview
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 CHUNK_BYTES = 4 << 20
@@ -101,7 +102,7 @@ def digests_of(view: memoryview, within: range, chunk_bytes: int, hash: HashName
     def at(start: int) -> bytes:
         return digest(view[start : min(start + chunk_bytes, within.stop)])
 
-    return b"".join(_map(at, range(within.start, within.stop, chunk_bytes), threads))
+    return b"".join(in_threads(at, range(within.start, within.stop, chunk_bytes), threads))
 
 
 def bad_chunks(view: View, table: ChunkTable, threads: int = 1) -> list[int]:
@@ -114,11 +115,12 @@ def bad_chunks(view: View, table: ChunkTable, threads: int = 1) -> list[int]:
         start, stop = table.range_of(index)
         return table.holds(index, view[start:stop])
 
-    rights = _map(is_right, range(table.num_chunks), threads)
+    rights = in_threads(is_right, range(table.num_chunks), threads)
     return [index for index, right in enumerate(rights) if not right]
 
 
-def _map(function: Callable[[int], ResultT], items: range, threads: int) -> list[ResultT]:
+def in_threads(function: Callable[[ItemT], ResultT], items: Sequence[ItemT], threads: int) -> list[ResultT]:
+    """Apply a function to every item, in threads. Hashing, zstd and numpy release the GIL, so threads help."""
     if threads <= 1 or len(items) <= 1:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:

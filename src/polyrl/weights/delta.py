@@ -18,13 +18,12 @@ the result against the chunk digests of the target's manifest.
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import zstandard
 
-from polyrl.weights.chunks import CHUNK_BYTES, HashName, View, table_of
+from polyrl.weights.chunks import CHUNK_BYTES, HashName, View, in_threads, table_of
 from polyrl.weights.manifest import DeltaManifest, DeltaPart, Encoding, Layout, Manifest, TensorEntry, check_delta
 
 Bits: TypeAlias = np.ndarray[Any, Any]
@@ -94,7 +93,7 @@ def encode(old: View, new: View, layout: Layout, *, threads: int = 1, part_eleme
         return encode_piece(_bits(old_bytes, piece), _bits(new_bytes, piece))
 
     pieces = list(pieces_of(layout, part_elements))
-    return assemble(pieces, _map(write, pieces, threads))
+    return assemble(pieces, in_threads(write, pieces, threads))
 
 
 def assemble(pieces: Sequence[Piece], written: Iterable[tuple[Encoding, bytes] | None]) -> Encoded:
@@ -140,7 +139,7 @@ def apply(delta: DeltaManifest, layout: Layout, blob: View, target: View, *, thr
             raise BadDelta(f"{tensor.name} from element {part.first}, {part.encoding}: {error}") from error
 
     starts = np.cumsum([0, *(part.num_bytes for part in delta.parts)]).tolist()
-    _map(read, list(zip(delta.parts, starts, strict=False)), threads)
+    in_threads(read, list(zip(delta.parts, starts, strict=False)), threads)
 
 
 def encode_piece(old: Bits, new: Bits) -> tuple[Encoding, bytes] | None:
@@ -342,15 +341,3 @@ def _version_bytes(view: View, layout: Layout) -> Bits:
 def _bits(version: Bits, piece: Piece) -> Bits:
     stop = piece.start + piece.num_elements * piece.item_bytes
     return version[piece.start : stop].view(f"<u{piece.item_bytes}")
-
-
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
-
-
-def _map(function: Callable[[_In], _Out], items: Sequence[_In], threads: int) -> list[_Out]:
-    """Apply the function to every item, in threads. zstd and numpy release the GIL, so threads help."""
-    if threads <= 1 or len(items) <= 1:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(min(threads, len(items))) as pool:
-        return list(pool.map(function, items))

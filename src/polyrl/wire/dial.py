@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -227,6 +228,15 @@ def _error_in(content: bytes) -> str | None:
         return msgspec.json.decode(content, type=ErrorReply).error
     except _NO_JSON:
         return None
+
+
+def url_of_run(run_dir: Path) -> str:
+    """Return the address that a run's manager wrote into the run's directory, for programs of this machine.
+
+    Raises OSError, ValueError, LookupError or TypeError where there is none.
+    """
+    url: str = msgspec.json.decode((run_dir / "manager.json").read_bytes())["url"]
+    return url.replace("//0.0.0.0:", "//127.0.0.1:")
 
 
 def is_loopback(url: str) -> bool:

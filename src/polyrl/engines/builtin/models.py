@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from polyrl.config.model_dir import token_ids
 from polyrl.engines.builtin import attention
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.builtin.model_config import (
@@ -216,8 +217,6 @@ def describe(model: Any, name: str) -> Loaded:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = config.eos_token_id if ends is None else ends
-    end_ids = frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
     return Loaded(
         model=model,
         name=name,
@@ -226,7 +225,7 @@ def describe(model: Any, name: str) -> Loaded:
         num_layers=config.num_hidden_layers,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        end_ids=end_ids,
+        end_ids=token_ids(config.eos_token_id if ends is None else ends),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         has_experts=any(getattr(config, name, None) for name in ("num_experts", "num_local_experts")),
     )

@@ -75,10 +75,6 @@ class Speculation:
             return None
         return Speculation(config.draft_tokens, always=config.speculation == "always")
 
-    def gate_state(self) -> dict[str, float]:
-        """Return what the gate decides by, for checks."""
-        return self._gate.state()
-
     # Between steps
 
     def ended(self, member: Any) -> None:

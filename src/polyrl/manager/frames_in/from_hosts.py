@@ -13,6 +13,7 @@ from polyrl.errors import Refused, plain
 from polyrl.ids import SampleId, Seconds, show_sample
 from polyrl.manager import to_hosts
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt, num_received, prompt_of, remember_prompt
+from polyrl.manager.frames_in.presence import is_present
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.notes import CallKept
 from polyrl.manager.payload import SampleTokens
@@ -36,10 +37,8 @@ _LEAST_CONTEXT = 4096
 
 def said(lobby: Lobby, session: HostSession, link: Link, raw: bytes) -> None:
     """Hear a frame of a host's connection."""
-    if lobby.hosts.get(session.name) is not session or session.link is not link:
-        link.close("that session is over, or has another connection")
+    if not is_present(lobby, lobby.hosts.get(session.name), session, link):
         return
-    lobby.num_frames += 1
     try:
         _hear(lobby, session, raw)
     except Refused as refused:

@@ -10,6 +10,7 @@ from typing import assert_never
 from polyrl.errors import Refused
 from polyrl.ids import WorkerName
 from polyrl.manager.frames_in import reward_joining
+from polyrl.manager.frames_in.presence import is_present
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.reward_sessions import RewardSession
@@ -22,10 +23,8 @@ _TELL_EVERY_S = 15.0
 
 def said(lobby: Lobby, session: RewardSession, link: Link, raw: bytes) -> None:
     """Hear a frame of a reward worker's connection."""
-    if lobby.reward_relay.workers.get(session.name) is not session or session.link is not link:
-        link.close("that session is over, or has another connection")
+    if not is_present(lobby, lobby.reward_relay.workers.get(session.name), session, link):
         return
-    lobby.num_frames += 1
     try:
         _hear(lobby, session, raw)
     except Refused as refused:

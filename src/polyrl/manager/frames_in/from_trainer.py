@@ -11,6 +11,7 @@ from typing import assert_never
 from polyrl.errors import Refused
 from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
 from polyrl.manager import frames_out, to_hosts
+from polyrl.manager.frames_in.presence import is_present
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.notes import PromptsSupplied, RewardKept, VersionOffered
 from polyrl.manager.peers.link import Link
@@ -29,10 +30,8 @@ _MAX_PROMPT_TOKENS = 1 << 24
 def said(lobby: Lobby, session: TrainerSession, link: Link, raw: bytes) -> None:
     """Hear a frame of the trainer's connection."""
     run = lobby.run
-    if run is None or run.trainer is not session or session.link is not link:
-        link.close("that session is over, or has another connection")
+    if not is_present(lobby, None if run is None else run.trainer, session, link) or run is None:
         return
-    lobby.num_frames += 1
     try:
         _hear(run, session, raw)
     except Refused as refused:

@@ -12,6 +12,7 @@ from polyrl.errors import Refused, plain, shorten
 from polyrl.ids import LeaseId, Seconds, Version
 from polyrl.manager import frames_out
 from polyrl.manager.frames_in import intake, joining
+from polyrl.manager.frames_in.presence import is_present
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.relay_addresses import own_addresses
@@ -35,10 +36,8 @@ _DUTIES: dict[str, frames.Duty] = {"to_training": "training", "to_generating": "
 
 def said(lobby: Lobby, session: WorkerSession, link: Link, raw: bytes) -> None:
     """Hear a frame of a worker's connection."""
-    if lobby.workers.get(session.name) is not session or session.link is not link:
-        link.close("that session is over, or has another connection")
+    if not is_present(lobby, lobby.workers.get(session.name), session, link):
         return
-    lobby.num_frames += 1
     try:
         _hear(lobby, session, raw)
     except Refused as refused:
