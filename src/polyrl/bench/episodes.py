@@ -111,6 +111,7 @@ class ConversationEnvironment:
     name: str = _ENVIRONMENT
     num_tasks: int | None = None
     max_at_once: int | None = None
+    worn_out: str = ""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk

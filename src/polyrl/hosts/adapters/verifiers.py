@@ -44,6 +44,7 @@ class VerifiersEnvironment:
         self.name = "verifiers"
         self.num_tasks: int | None = None
         self.max_at_once: int | None = None
+        self.worn_out = ""
 
     async def start(self) -> None:
         vf = need("verifiers.v1", _PACKAGE)
