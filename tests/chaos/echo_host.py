@@ -18,6 +18,7 @@ class SlowEcho:
     name: str = "echo"
     num_tasks: int | None = None
     max_at_once: int | None = None
+    worn_out: str = ""
 
     def __init__(self, pause_s: float) -> None:
         self._pause_s = pause_s

@@ -23,6 +23,7 @@ class SlowTools:
     name: str = "tools"
     num_tasks: int | None = None
     max_at_once: int | None = None
+    worn_out: str = ""
 
     async def start(self) -> None:
         pass

@@ -3,6 +3,7 @@
 Named after bugs of other trainers where there is one.
 """
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.serving import CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from polyrl.data.chat_template import ChatTemplate
+from polyrl.hosts import chats
 from polyrl.hosts.chats import Chat, ChatPrompt
 from polyrl.hosts.episode import DrawnAnswer
 from polyrl.hosts.replies import message_of
@@ -253,6 +255,29 @@ def test_a_bridge_that_the_template_refuses_is_none_and_the_prompt_is_rendered_w
     second = chat.prompt(messages, tools, {})
     assert not second.is_bridged
     assert second.tokens == Chat(text).prompt(messages, tools, {}).tokens
+
+
+def memory_of(template: str, num_turns: int) -> int:
+    """Bytes that a conversation keeps, of turns with 1,000 tokens each."""
+    text = text_model(template, max_context=1 << 20)
+    chat, messages = Chat(text), [{"role": "user", "content": "x" * 500}]
+    tracemalloc.start()
+    try:
+        for turn in range(num_turns):
+            reply = answer(chat, text, chat.prompt(messages, None, {}), f"<think>{turn}</think>" + "y" * 500)
+            messages = [*messages, reply, {"role": "user", "content": "x" * 500}]
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_a_conversation_keeps_grows_with_its_tokens_and_not_with_their_square():
+    short, long = (memory_of(CHATML, num_turns) for num_turns in (15, 60))
+    assert 60_000 * 4 < long < 6 * short
+
+
+def test_what_a_conversation_keeps_is_bounded_where_each_turn_is_rendered_whole():
+    assert memory_of(DROPS_THOUGHTS, 60) < 4 * chats._MAX_TOKENS + (1 << 20), "prompts of 1,830,000 tokens"
 
 
 @pytest.mark.parametrize("model", [merging_model, marking_model], ids=["bytes", "marks"])

@@ -295,6 +295,46 @@ def test_an_episode_that_is_called_off_is_closed_and_one_that_is_stuck_is_left_b
     assert closed == ["5/0"]
 
 
+def test_calls_that_never_return_wear_a_process_out_if_they_compute_and_not_if_they_wait():
+    is_over = threading.Event()
+
+    class Spinning(Counting):
+        def step(self, text: str) -> Turn:
+            while text == "2" and not is_over.is_set():
+                pass
+            is_over.wait(60)
+            return Turn(done=True, reward=1.0)
+
+    async def scenario() -> list[str]:
+        text = text_model()
+        parts = HostParts(HostFront(max_context=4096), text)
+        environment = OwnEnvironment(Spinning, parts, name="e", runaway_s=0.1)
+        said: list[str] = []
+        for num_spinning, num_waiting in ((2, 4), (1, 0)):
+            answers = ["2"] * num_spinning + ["wait"] * num_waiting
+            episodes = [PlayedByHand(text, [answer], name=f"7/{at}") for at, answer in enumerate(answers)]
+            tasks = [asyncio.create_task(environment.play(one)) for one in episodes]
+            while not all(one.drawn for one in episodes):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            end = time.monotonic() + (1.0 if num_waiting else 60.0)
+            while not environment.worn_out and time.monotonic() < end:
+                await asyncio.sleep(0.1)
+            said.append(environment.worn_out)
+        is_over.set()
+        while environment.worn_out:
+            await asyncio.sleep(0.01)
+        return said
+
+    before, after = asyncio.run(scenario())
+    assert before == ""
+    assert after.startswith("environment e: 3 calls never return, the last one at ")
+    assert "test_own.py" in after and "(step)" in after
+
+
 def test_calls_of_one_episode_are_drawn_one_after_the_other_and_within_the_context():
     class Watched(PlayedByHand):
         running = most = 0

@@ -318,6 +318,47 @@ def test_settings_that_verifiers_refuses_are_one_line(sums: dict[str, Any], args
     assert "\n" not in str(raised.value)
 
 
+@pytest.fixture
+def five_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NLTK's list of words, which TextArena's games of words download: a short one, and nobody to download from."""
+    nltk = pytest.importorskip("nltk")
+
+    folder = tmp_path / "corpora" / "words"
+    folder.mkdir(parents=True)
+    for name in ("README", "en", "en-basic"):
+        (folder / name).write_text("" if name == "README" else "apple\nbridge\ncandle\ndesert\nengine\n")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@needs("verifiers")
+@needs("textarena")
+@pytest.mark.usefixtures("five_words")
+def test_a_game_that_verifiers_own_adapter_for_textarena_plays_is_played_by_a_host():
+    def guesses(prompt: str) -> str:
+        """Letters of the words, the next one that was not guessed."""
+        tried = re.findall(r"assistant\n\[(\w)\]", prompt)
+        return f"[{next(letter for letter in 'EANDRIGPLCBTS' if letter not in tried)}]"
+
+    async def run() -> list[tuple[EpisodeEnd, PlayedByHand]]:
+        async with Played("verifiers", {"taskset": {"id": "textarena", "game": "Hangman-v0"}}) as one:
+            assert one.environment.num_tasks is None
+            plays = [one.play(guesses, index=index, name=f"1/{index}") for index in range(6)]
+            ended = await asyncio.gather(*plays)
+            return [*ended, await one.play(guesses, index=0, name="2/0")]
+
+    *ended, again = asyncio.run(run())
+    assert {end.reward for end, _ in ended} >= {1.0}
+    for end, episode in ended:
+        assert end.parts == {"game_reward": end.reward}
+        assert end.num_turns == len(episode.prompts) > 1
+        for before, drawn, after in zip(episode.prompts, episode.drawn, episode.prompts[1:], strict=False):
+            assert after[: len(before) + len(drawn.tokens)] == [*before, *drawn.tokens]
+    assert (again[0].reward, again[1].prompts) == (ended[0][0].reward, ended[0][1].prompts)
+
+
 # OpenEnv
 
 

@@ -1,8 +1,14 @@
 """The conversations of `polyrl bench episodes`: their lengths, what they note, and the figures that are read off."""
 
 import asyncio
+from collections.abc import Sequence
 
+import aiohttp
+
+from polyrl.bench.chats import chat, chat_text
 from polyrl.bench.conversations import Phase, Talk, TimedTurn, converse, length_of, read_off
+from polyrl.hosts.episode import CallLimits, DrawnAnswer, Episode
+from polyrl.hosts.front import HostFront
 
 TALK = Talk(model="", vocab=100, slots=2, kv_tokens=0, num_turns=3, new=10, first=5, given=2)
 PHASE = Phase(at_once=1, num_turns=3, new=10)
@@ -30,6 +36,34 @@ def test_each_prompt_is_all_that_was_said_and_a_few_given_tokens():
     assert [one.num_prompt for one in turns] == [len(one) for one in prompts]
     assert [one.num_new_to_it for one in turns] == [5, 3, 3]
     assert max(map(len, prompts)) < TALK.longest
+
+
+def test_chats_have_as_many_tokens_as_the_same_conversations_in_tokens():
+    talk = Talk(model="", vocab=300, slots=2, kv_tokens=0, num_turns=3, new=10, first=9, given=8)
+    text = chat_text(talk)
+
+    class Drawing(Episode):
+        async def draw(self, prompt: Sequence[int], limits: CallLimits) -> DrawnAnswer:
+            assert limits.max_tokens is not None
+            return DrawnAnswer([50 + at for at in range(limits.max_tokens)], [-0.5] * limits.max_tokens, "length")
+
+    async def hold_chat() -> list[TimedTurn]:
+        turns: list[TimedTurn] = []
+        front = HostFront(max_context=talk.longest + 1, text=text)
+        await front.start()
+        with front.open(Drawing("1/0", index=7, seed=0, max_context=talk.longest + 1)) as opened:
+            async with aiohttp.ClientSession() as client:
+                await chat(talk, PHASE, 7, client, opened.base_url, turns)
+        await front.close()
+        return turns
+
+    async def draw(prompt: list[int], num_tokens: int) -> list[int]:
+        return [50] * num_tokens
+
+    expected: list[TimedTurn] = []
+    asyncio.run(converse(talk, PHASE, 7, draw, expected))
+    found = asyncio.run(hold_chat())
+    assert [one[2:] for one in found] == [one[2:] for one in expected]
 
 
 def test_lengths_are_a_function_of_the_conversation_and_the_turn():

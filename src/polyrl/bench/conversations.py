@@ -62,6 +62,7 @@ class Phase(Struct, frozen=True, kw_only=True):
     """Conversations."""
     num_turns: int
     new: int
+    as_chat: bool = False
 
 
 class TimedTurn(NamedTuple):

@@ -7,6 +7,8 @@ so neighbours on the machine disturb them alike; `share` is the middle one of th
 - `turns_per_s`: twice as many conversations as the engine has slots, so that one always waits.
 - `share_of_cpu`: the same for turns a CPU-second of the engine's process. On a CPU, where the engine never idles, it
   says what steps with an empty slot and the worker's own work cost, also on a machine that others use.
+- `chats`: the same conversations as messages, at a chat route of the host's front, with a tokenizer and a template of
+  as many tokens: what HTTP, JSON and templates cost.
 - `turn_ms`: one conversation at a time, with short answers: what a turn takes more through the fleet.
 - `prefilled_again`: tokens that the engine computed although they had been computed before, as a share of all prompts'.
 - `death`: the same while the worker is killed on the way and another one joins.
@@ -22,9 +24,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import msgspec
 
 from polyrl.bench import conversations
+from polyrl.bench.chats import chat, chat_text
 from polyrl.bench.conversations import Figures, Phase, Talk, TimedTurn, converse, read_off
 from polyrl.bench.engine import Work, make_model
 from polyrl.bench.machine import commit, cpu
@@ -33,6 +37,7 @@ from polyrl.engines.builtin.config import MAX_SLOTS
 from polyrl.errors import UserError
 from polyrl.hosts.agent import HostAgent, HostOptions
 from polyrl.hosts.episode import CallLimits, Episode, EpisodeEnd
+from polyrl.hosts.front import HostFront
 from polyrl.run.event_loop import run_loop
 from polyrl.run.processes import ManagerProcess, terminate_with_parent
 from polyrl.scheduling.core.parameters import DomainData, RoundsConfig, SchedulerConfig
@@ -111,9 +116,12 @@ class ConversationEnvironment:
     name: str = _ENVIRONMENT
     num_tasks: int | None = None
     max_at_once: int | None = None
+    worn_out: str = ""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
+        self._front = HostFront(max_context=talk.longest + 1, text=chat_text(talk))
+        self._client: aiohttp.ClientSession | None = None
         self.turns: list[TimedTurn] = []
         self.begin(Phase(at_once=1, num_turns=1, new=1))
 
@@ -121,17 +129,25 @@ class ConversationEnvironment:
         self._phase, self._gate, self.turns = phase, asyncio.Semaphore(phase.at_once), []
 
     async def start(self) -> None:
-        pass
+        await self._front.start()
+        self._client = aiohttp.ClientSession()
 
     async def close(self) -> None:
-        pass
+        if self._client is not None:
+            await self._client.close()
+        await self._front.close()
 
     async def play(self, episode: Episode) -> EpisodeEnd:
         async def draw(prompt: list[int], num_tokens: int) -> list[int]:
             return (await episode.call(prompt, CallLimits(max_tokens=num_tokens))).tokens
 
         async with self._gate:
-            await converse(self._talk, self._phase, episode.index, draw, self.turns)
+            if self._phase.as_chat:
+                assert self._client is not None
+                with self._front.open(episode) as opened:
+                    await chat(self._talk, self._phase, episode.index, self._client, opened.base_url, self.turns)
+            else:
+                await converse(self._talk, self._phase, episode.index, draw, self.turns)
         return EpisodeEnd(reward=0.0, num_turns=self._phase.num_turns)
 
 
@@ -266,12 +282,14 @@ class Rig:
 
 async def _measure(work: EpisodeWork, talk: Talk, folder: Path) -> dict[str, Any]:
     many = Phase(at_once=2 * work.slots, num_turns=work.num_turns, new=work.new)
+    chats = msgspec.structs.replace(many, as_chat=True)
     single = Phase(at_once=1, num_turns=_SHORT_TURNS, new=_SHORT)
     async with Rig(work, talk, folder) as rig:
         await rig.play_straight(single)  # everything is compiled and warm after these
         await rig.play_fleet(single, 0)
         step = 1
         rates: list[tuple[float, float]] = []
+        by_chat: list[ChatRun] = []
         waits: list[tuple[Figures, Figures]] = []
         again: list[float] = []
         manager_ms: list[float] = []
@@ -289,9 +307,38 @@ async def _measure(work: EpisodeWork, talk: Talk, folder: Path) -> dict[str, Any
             cpu_shares.append(alone_cpu_s / max(1e-9, after["cpu_s"] - before["cpu_s"]))
             rates.append((through.turns_per_s, alone.turns_per_s))
             waits.append((read_off(await rig.play_fleet(single, step + 1)), read_off(await rig.play_straight(single))))
-            step += 2
+            by_chat.append(await _by_chat(rig, chats, step + 2, alone))
+            step += 3
         death = await _kill_one(rig, many, step)
-        return {**_result(work, talk, rates, waits, again, manager_ms, death), **_cpu(cpu_shares)}
+        result = _result(work, talk, rates, waits, again, manager_ms, death)
+        return {**result, **_cpu(cpu_shares), "chats": _of_chats(by_chat)}
+
+
+class ChatRun(NamedTuple):
+    turns_per_s: float
+    share: float
+    """Of the turns that were held straight at the engine shortly before."""
+    again: float
+    host_ms: float
+    """CPU time of a turn in this process: harness, front, host and the trainer's side of the run."""
+
+
+async def _by_chat(rig: Rig, phase: Phase, step: int, alone: Figures) -> ChatRun:
+    before, cpu_s = await rig.worker.ask({}), time.process_time()
+    turns = await rig.play_fleet(phase, step)
+    figures, cpu_s = read_off(turns), time.process_time() - cpu_s
+    again = _again(before, await rig.worker.ask({}), figures)
+    return ChatRun(figures.turns_per_s, figures.turns_per_s / alone.turns_per_s, again, cpu_s / len(turns) * 1e3)
+
+
+def _of_chats(runs: list[ChatRun]) -> dict[str, Any]:
+    return {
+        "turns_per_s": round(statistics.median(one.turns_per_s for one in runs), 2),
+        "share": round(statistics.median(one.share for one in runs), 3),
+        "shares_of_runs": [round(one.share, 3) for one in runs],
+        "prefilled_again": round(statistics.median(one.again for one in runs), 4),
+        "host_ms_a_turn": round(statistics.median(one.host_ms for one in runs), 2),
+    }
 
 
 def _cpu(shares: list[float]) -> dict[str, Any]:

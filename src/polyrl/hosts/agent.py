@@ -102,6 +102,7 @@ class HostAgent:
         self._failures = Repeats()
         self._pace = CallPace()
         self._is_stuck = False
+        self._worn_out = ""
 
     # Life
 
@@ -175,6 +176,14 @@ class HostAgent:
             self._leave(reason, ok=True)
         else:
             self._send_soon(frames.Leaving(reason))
+
+    def _drain_if_worn_out(self) -> None:
+        """Leave for another process before this one makes every episode slow."""
+        why = "" if self._draining else self._environment.worn_out
+        if why:
+            log.warning("%s: this host takes no more episodes, and leaves when those that are here have ended", why)
+            self._worn_out = why
+            self._drain(why)
 
     def _leave(self, why: str, *, ok: bool) -> None:
         if self._over is not None and not self._over.done():
@@ -261,6 +270,7 @@ class HostAgent:
         with contextlib.suppress(aiohttp.ClientError, ConnectionError, OSError):
             while True:
                 await asyncio.sleep(interval_s)
+                self._drain_if_worn_out()
                 if self._welcomed:
                     await socket.send_bytes(frames.encode(host_frames.HostReport(len(self._playing))))
 
@@ -309,7 +319,7 @@ class HostAgent:
         if release.rejoin and not self._draining:
             raise SessionOver(release.why)
         await self.send(frames.Goodbye(release.why))
-        raise HostOver(release.why, ok=not release.in_anger)
+        raise HostOver(self._worn_out or release.why, ok=not release.in_anger and not self._worn_out)
 
     def _begin(self, order: host_frames.EpisodeOrder, play: host_frames.Play) -> None:
         key = HeldEpisode(order.sample, order.attempt)

@@ -7,6 +7,7 @@ are rendered, answered and remembered one request at a time, so that a conversat
 import asyncio
 import logging
 import math
+from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _MAX_TEXTS = 64
 """Completions of an episode that the next prompt may go on from; the newest ones."""
+_MAX_TOKENS = 1 << 18
+"""Tokens of them all. The newest one is kept, however long."""
 
 
 class Answering:
@@ -47,7 +50,7 @@ class Answering:
         self._model = model
         self._chat_options = chat_options
         self._chat: Chat | None = None
-        self._completed: dict[str, list[int]] = {}
+        self._completed: dict[str, array[int]] = {}
         """Prompt and answer of each completion that was cut off or had a stop string, and their tokens."""
         self._one_by_one = asyncio.Lock()
         self._session = ""
@@ -158,9 +161,10 @@ class Answering:
     def _remember(self, model: ModelText, given: str, prompt: list[int], drawn: DrawnAnswer) -> None:
         if len(model.content(drawn)) < len(drawn.tokens):
             return  # the end token is no part of the text, so a text that goes on is another text
-        self._completed[given + model.decode(drawn.tokens, special=True)] = [*prompt, *drawn.tokens]
-        while len(self._completed) > _MAX_TEXTS:
-            del self._completed[next(iter(self._completed))]
+        self._completed[given + model.decode(drawn.tokens, special=True)] = array("i", [*prompt, *drawn.tokens])
+        num_tokens = sum(map(len, self._completed.values()))
+        while len(self._completed) > _MAX_TEXTS or (num_tokens > _MAX_TOKENS and len(self._completed) > 1):
+            num_tokens -= len(self._completed.pop(next(iter(self._completed))))
 
     def _reply(self, prompt: list[int], drawn: DrawnAnswer, *, with_logprobs: bool, with_token_ids: bool) -> CallReply:
         model = self._text

@@ -53,6 +53,17 @@ async def run_in(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Resu
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
+def place_of(thread: int) -> str:
+    """Return where a thread stands: the innermost line that is neither Python's nor ours."""
+    frame = sys._current_frames().get(thread)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    theirs = [
+        one for one in stack if not one.filename.startswith((_OURS, _LIBRARY, "<")) and "uvloop" not in one.filename
+    ]
+    at = (theirs or stack)[-1:]
+    return f"{at[0].filename}:{at[0].lineno} ({at[0].name})" if at else "an unknown place"
+
+
 class LoopWatch:
     """Watches a loop from another one."""
 
@@ -76,16 +87,6 @@ class LoopWatch:
     def _answered(self) -> None:
         self._probed_at = None
 
-    def place(self) -> str:
-        """Return where the loop's thread stands: the innermost line that is neither Python's nor ours."""
-        frame = sys._current_frames().get(self._thread)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        theirs = [
-            one for one in stack if not one.filename.startswith((_OURS, _LIBRARY, "<")) and "uvloop" not in one.filename
-        ]
-        at = (theirs or stack)[-1:]
-        return f"{at[0].filename}:{at[0].lineno} ({at[0].name})" if at else "an unknown place"
-
     async def until_stuck(self, limit_s: Callable[[], float], warn: Callable[[float, str], None]) -> tuple[float, str]:
         """Return when the loop has been stuck for `limit_s`, for how long and where. `warn` is told earlier, once."""
         has_warned = False
@@ -94,7 +95,7 @@ class LoopWatch:
             await asyncio.sleep(_LOOK_EVERY_S)
             stuck_s = self.stuck_s
             if stuck_s >= limit_s():
-                return stuck_s, self.place()
+                return stuck_s, place_of(self._thread)
             if stuck_s >= WARN_AFTER_S and not has_warned:
-                warn(stuck_s, self.place())
+                warn(stuck_s, place_of(self._thread))
             has_warned = stuck_s >= WARN_AFTER_S

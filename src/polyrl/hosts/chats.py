@@ -33,25 +33,64 @@ Fingerprint = bytes
 
 _MAX_REMEMBERED = 64
 """Answers of an episode that its messages may go on from; the newest ones."""
+_MAX_TOKENS = 1 << 18
+"""Tokens of them all, each counted once where one goes on from another. The newest answer is kept, however long."""
 _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
+class _Remembered(NamedTuple):
+    """An answer, and what came between the one before and it: a conversation's tokens are kept once."""
+
+    before: "_Remembered | None"
+    """The answer that its prompt goes on from."""
+    given: "array[int]"
+    """Tokens of its prompt from there on."""
+    drawn: "array[int]"
+    sampled: str
+    """The text of the drawn tokens, without the one that ended them."""
+    end: str
+    """The text of that one; empty for an answer that was cut off, or had a stop string."""
+    new: ChatMessages
+    """Messages since the answer before."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.given) + len(self.drawn)
+
+    def chain(self) -> list["_Remembered"]:
+        """Return the answers of the conversation, this one last."""
+        found: list[_Remembered] = []
+        at: _Remembered | None = self
+        while at is not None:
+            found.append(at)
+            at = at.before
+        return found[::-1]
+
+    def tokens(self) -> list[int]:
+        """Return the prompt, and what was drawn."""
+        return [token for one in self.chain() for part in (one.given, one.drawn) for token in part]
+
+    def messages(self) -> ChatMessages:
+        """Return the conversation up to this answer and with it, as the template gets it."""
+        return [message for one in self.chain() for message in (*one.new, one.answer)]
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": self.sampled}
 
 
 class ChatPrompt(NamedTuple):
     tokens: list[int]
-    is_bridged: bool
-    """Whether it goes on from an answer, with that answer's tokens as they were drawn."""
     fingerprint: Fingerprint
     """Of the messages, with the tools and options."""
-    messages: ChatMessages
-    """As the template gets them: earlier answers that are bridged are the text that was sampled."""
+    new: ChatMessages
+    """As the template gets them, from the answer on that this goes on from."""
+    before: _Remembered | None = None
+    """The answer that it goes on from, with that answer's tokens as they were drawn."""
 
-
-class _Remembered(NamedTuple):
-    prompt: "array[int]"
-    drawn: DrawnAnswer
-    sampled: str
-    """The text of the drawn tokens, without the one that ended them."""
-    messages: ChatMessages
+    @property
+    def is_bridged(self) -> bool:
+        return self.before is not None
 
 
 class Chat:
@@ -76,23 +115,33 @@ class Chat:
             for place in reversed(range(1, len(messages) - 1)):
                 before = self._remembered.get(prints[place])
                 if before is not None and messages[place]["role"] == "assistant":
-                    found = self._bridge(before, plain[place + 1 :], tools, settings)
-                    if found is not None:
-                        return ChatPrompt(found[0], True, prints[-1], found[1])
+                    new = plain[place + 1 :]
+                    tokens = self._bridge(before, new, tools, settings)
+                    if tokens is not None:
+                        return ChatPrompt(tokens, prints[-1], new, before)
                     break
             written = self._template.render(plain, settings, tools=tools)
         except TemplateRefused as error:
             raise ChatRefused(f"messages: the model's chat template refuses them: {error}") from error
-        return ChatPrompt(self._text.encode_rendered(written), False, prints[-1], plain)
+        return ChatPrompt(self._text.encode_rendered(written), prints[-1], plain)
 
     def record(self, prompt: ChatPrompt, drawn: DrawnAnswer, reply: dict[str, Any]) -> None:
         """Remember an answer, as `reply` tells it to the harness."""
-        sampled = self._text.decode(self._text.content(drawn), special=True)
+        content, before = self._text.content(drawn), prompt.before
+        given = prompt.tokens if before is None else prompt.tokens[sum(one.num_tokens for one in before.chain()) :]
         key = _fingerprint(prompt.fingerprint, reply)
         self._remembered.pop(key, None)
-        self._remembered[key] = _Remembered(array("i", prompt.tokens), drawn, sampled, prompt.messages)
-        while len(self._remembered) > _MAX_REMEMBERED:
-            del self._remembered[next(iter(self._remembered))]
+        self._remembered[key] = _Remembered(
+            before,
+            array("i", given),
+            array("i", drawn.tokens),
+            self._text.decode(content, special=True),
+            self._text.decode(drawn.tokens[len(content) :], special=True),
+            prompt.new,
+        )
+        num_tokens = sum(one.num_tokens for one in self._remembered.values())
+        while len(self._remembered) > _MAX_REMEMBERED or (num_tokens > _MAX_TOKENS and len(self._remembered) > 1):
+            num_tokens -= self._remembered.pop(next(iter(self._remembered))).num_tokens
 
     def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates expect it: text instead of null, and arguments of tool calls as objects,
@@ -114,41 +163,35 @@ class Chat:
 
     def _bridge(
         self, before: _Remembered, new: ChatMessages, tools: ChatTools | None, settings: dict[str, Any]
-    ) -> tuple[list[int], ChatMessages] | None:
-        """Return the prompt that goes on from an answer, and its messages; None where the template has another."""
-        answer = {"role": "assistant", "content": before.sampled}
-        messages = [*before.messages, answer, *new]
-        old = [*before.prompt, *before.drawn.tokens]
-        added = self._difference(before, messages, tools, settings)
+    ) -> list[int] | None:
+        """Return the prompt that goes on from an answer; None where the template has another."""
+        old = before.tokens()
+        added = self._difference(before, new, tools, settings)
         if added is not None:
-            return [*old, *added], messages
+            return [*old, *added]
         if self._family is not None and not any(self._text.had_special(one["content"]) for one in new):
-            known = self._family.bridge(list(before.prompt), before.drawn.tokens, new, tools, settings)
+            num = len(old) - len(before.drawn)
+            known = self._family.bridge(old[:num], old[num:], new, tools, settings)
             if known is not None and known[: len(old)] == old:
-                return known, messages
+                return known
         return None
 
     def _difference(
-        self, before: _Remembered, messages: ChatMessages, tools: ChatTools | None, settings: dict[str, Any]
+        self, before: _Remembered, new: ChatMessages, tools: ChatTools | None, settings: dict[str, Any]
     ) -> list[int] | None:
         """Return the tokens that the template writes after an answer; None where it writes the answer differently, or
         refuses it: a tool call is plain text here, and some count those turns, or want a call before a result."""
+        messages = before.messages()
         try:
-            begun = self._template.render(before.messages, settings, tools=tools)
-            given = self._template.render(before.messages, settings, tools=tools, with_answer_begun=False)
-            whole = self._template.render(messages, settings, tools=tools)
+            begun = self._template.render(messages[:-1], settings, tools=tools)
+            given = self._template.render(messages[:-1], settings, tools=tools, with_answer_begun=False)
+            whole = self._template.render([*messages, *new], settings, tools=tools)
         except TemplateRefused:
             return None
         tail = _after(whole, begun, given, before.sampled)
-        end = self._end_of(before)
-        if tail is None or not tail.startswith(end):
+        if tail is None or not tail.startswith(before.end):
             return None
-        return self._tokens_at_the_end(whole, end, tail[len(end) :])
-
-    def _end_of(self, before: _Remembered) -> str:
-        """Return the text of the token that ended an answer; empty for one that was cut off, or had a stop string."""
-        num = len(self._text.content(before.drawn))
-        return self._text.decode(before.drawn.tokens[num:], special=True)
+        return self._tokens_at_the_end(whole, before.end, tail[len(before.end) :])
 
     def _tokens_at_the_end(self, whole: str, end: str, tail: str) -> list[int] | None:
         """Return the tokens of `tail` as they are at the end of the whole text; None if they depend on what precedes.

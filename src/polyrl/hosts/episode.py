@@ -127,6 +127,11 @@ class PlayedEnvironment(Protocol):
         within its environment would spend its first turn's time there."""
         ...
 
+    @property
+    def worn_out(self) -> str:
+        """Why its process should be replaced, in a line; empty: it need not be. Asked from any thread."""
+        ...
+
     async def start(self) -> None:
         """Get ready. Raises UserError for settings that cannot be used."""
         ...

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 MAX_TURNS = 16
 _CLOSE_S = 10.0
+_MAX_RUNAWAYS = 3
+"""From so many calls on that never return and compute on, each turn of the others takes a third of a second longer."""
 _SOLVED = 1.0
 """The least reward of an episode that counts as correct, unless its environment says so itself."""
 
@@ -77,14 +79,31 @@ class OwnEnvironment:
     """Plays a class of a person's own."""
 
     def __init__(
-        self, make: Callable[[], Any], parts: HostParts, *, name: str = "", max_turns: int | None = None
+        self,
+        make: Callable[[], Any],
+        parts: HostParts,
+        *,
+        name: str = "",
+        max_turns: int | None = None,
+        runaway_s: float = 5.0,
     ) -> None:
+        """A call that computes for `runaway_s` after its episode has ended never returns."""
         self._make = make
         self._parts = parts
         self._max_turns = max_turns
+        self._runaway_s = runaway_s
         self.name = name or getattr(make, "__name__", "") or type(make).__name__
         self.num_tasks: int | None = None
         self.max_at_once: int | None = None
+        self._left: list[EpisodeThread] = []
+        """Threads of episodes that have ended, while a call had not."""
+
+    @property
+    def worn_out(self) -> str:
+        runaways = [one for one in list(self._left) if one.has_run_away(self._runaway_s)]
+        if len(runaways) < _MAX_RUNAWAYS:
+            return ""
+        return f"environment {self.name}: {len(runaways)} calls never return, the last one at {runaways[-1].place()}"
 
     async def start(self) -> None:
         """Make one object, so that wrong settings are told before anything is played."""
@@ -132,6 +151,7 @@ class OwnEnvironment:
             log.warning("environment %s: close: %s", self.name, one_line(error))
         finally:
             thread.end()
+            self._left = [one for one in (*self._left, thread) if one.is_busy]
 
     async def _play_turns(self, one: Any, episode: Episode, thread: EpisodeThread) -> EpisodeEnd:
         parts, tools = self._parts, getattr(one, "tools", None) or ()

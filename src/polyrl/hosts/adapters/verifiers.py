@@ -12,7 +12,6 @@ Left out: verifiers' tokens and log-probabilities. The run has its own.
 """
 
 import asyncio
-import itertools
 import logging
 from typing import Any, Literal
 
@@ -39,11 +38,13 @@ class VerifiersEnvironment:
         self._context: Any = None
         self._tasks: list[Any] = []
         self._more: Any = iter(())
+        self._reading = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self.name = "verifiers"
         self.num_tasks: int | None = None
         self.max_at_once: int | None = None
+        self.worn_out = ""
 
     async def start(self) -> None:
         vf = need("verifiers.v1", _PACKAGE)
@@ -67,7 +68,7 @@ class VerifiersEnvironment:
             await asyncio.wait([self._serving])
 
     async def play(self, episode: Episode) -> EpisodeEnd:
-        task = await asyncio.to_thread(self._task, episode.index)
+        task = await self._task(episode.index)
         with self._parts.front.open(episode) as opened:
             slot = self._env.slots(task)[0]
             played = await self._env.run_slot(slot, self._context, on_trace=lambda trace: opened.join(trace.id))
@@ -102,12 +103,15 @@ class VerifiersEnvironment:
                 raise UserError(f"verifiers: the taskset {taskset['id']} has no tasks")
         return env
 
-    def _task(self, index: int) -> Any:
-        """Return a task by its number. A taskset without an end is read on as far as needed."""
+    async def _task(self, index: int) -> Any:
+        """Return a task by its number. A taskset without an end is read on as far as needed, by one episode at a time
+        and in the loop: TextArena's tasks and games both seed the random numbers of the process."""
         if self.num_tasks is not None:
             return self._tasks[index % self.num_tasks]
-        missing = index + 1 - len(self._tasks)
-        self._tasks += [task for _, task in itertools.islice(self._more, max(0, missing))]
+        async with self._reading:
+            while len(self._tasks) <= index:
+                self._tasks.append(next(self._more)[1])
+                await asyncio.sleep(0)
         return self._tasks[index]
 
     def _model_context(self, vf: Any) -> Any:
