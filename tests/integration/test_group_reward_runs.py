@@ -174,7 +174,10 @@ def test_a_judge_that_raises_dies_hangs_and_is_away_costs_its_own_groups_alone(
     assert main(["ledger", "runs/tiny", "--verify", "--json"]) == 0
     ledger = json.loads(capsys.readouterr().out)
     assert ledger["broken_laws"] == []
-    assert ledger["prompts"]["dropped"]["filtered"] == len(reasons)
+    alone = re.findall(r"no reward for sample \S+: infrastructure_failed, in a whole group", log)
+    assert ledger["prompts"]["dropped"] == {"reward_failed": len(reasons)}
+    assert ledger["samples"]["discarded"]["reward_failed"] == 4 * len(reasons) + len(alone)
+    assert ledger["samples"]["trained"] == len(trained)
     assert processes_in(desk) == []
 
 

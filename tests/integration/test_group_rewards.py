@@ -11,6 +11,7 @@ from tests.integration.live import CONFIG, honest_worker, manager, play_round, r
 from polyrl.client import Group, GroupRewardOf, RewardResult, Sample
 from polyrl.errors import NoReward, PolyrlError
 from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
+from polyrl.telemetry.account import read_account
 
 FOUR_GROUPS = replace(CONFIG, domains=(DomainData(name="d", prompts_per_step=4, num_prompts=50),))
 NUM_SAMPLES = CONFIG.rounds.samples_per_prompt
@@ -140,6 +141,9 @@ async def away_for_good(run_dir: Path, num_away: int) -> tuple[list[Group], Coun
 
 def test_samples_whose_infrastructure_failed_leave_their_group_and_are_no_zeros(tmp_path: Path):
     groups, asked = run(away_for_good(tmp_path, 2))
+    ledger = read_account(tmp_path).ledger
+    assert ledger.samples_discarded == {"reward_failed": 2} and ledger.prompts_dropped == {}
+    assert ledger.samples_trained == 2 * NUM_SAMPLES - 2
     first = next(iter(asked))
     found = {group.id: [one.reward for one in group.samples] for group in groups}
     assert found[first] == [12.0, 13.0] and asked[first] == 3
@@ -150,6 +154,8 @@ def test_a_group_with_too_few_samples_left_is_replaced(tmp_path: Path):
     groups, asked = run(away_for_good(tmp_path, 3))
     assert next(iter(asked)) not in {group.id for group in groups}
     assert [len(group.samples) for group in groups] == [NUM_SAMPLES] * 2
+    ledger = read_account(tmp_path, verify=True).ledger
+    assert ledger.samples_discarded == {"reward_failed": NUM_SAMPLES} and ledger.prompts_dropped == {"reward_failed": 1}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -133,6 +133,7 @@ trainer_frames: st.SearchStrategy[Any] = st.one_of(
     ),
     st.builds(frames.Took, seqs, steps, st.lists(groups, max_size=3).map(tuple)),
     st.builds(frames.Rejected, seqs, groups, words),
+    st.builds(frames.Unscored, seqs, groups, st.lists(samples, max_size=3).map(tuple), words),
     st.builds(frames.MicroBatchDone, seqs, steps),
     st.builds(frames.StepDone, seqs, steps),
     st.builds(frames.Validating, seqs, st.booleans()),

@@ -92,6 +92,7 @@ class HostileWorld:
         self.news_rng = random.Random(seed + 81)
         self.asker_rng = random.Random(seed + 79)
         self.liar_rng = random.Random(seed + 80)
+        self.judge_rng = random.Random(seed + 82)
         self.num_askers = self.asker_rng.choice([0, 0, 3])
         """How much is asked at once, beside the trainer."""
         self.asked: dict[GroupId, int] = {}
@@ -240,10 +241,20 @@ class HostileWorld:
         elif draw < 0.10 and self.num_askers:
             self.tell(e.GroupWithdrawn(rng.choice([*self.asked, GroupId(rng.randint(1, 30))]), "they hung up"))
 
+    def judges(self) -> None:
+        """A judge of whole groups has no reward for some samples, for all, or for what it was never given."""
+        rng = self.judge_rng
+        if rng.random() > 0.04 or not self.delivered:
+            return
+        group = rng.choice([*self.delivered, GroupId(rng.randint(1, 30))])
+        samples = tuple(sample_id(group, at) for at in range(6) if rng.random() < rng.choice([0.3, 1.0]))
+        self.tell(e.GroupUnscored(group, samples, "the judge is away"))
+
     def malice(self) -> None:
         self.trouble_with_the_driver()
         self.trouble_with_engines()
         self.liars()
+        self.judges()
         self.gathered_news()
         self.askers()
         rng = self.rng

@@ -5,7 +5,7 @@ from msgspec import structs
 from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.errors import LawViolation
-from polyrl.ids import GroupId, Incarnation, LeaseId, Step, Version, WorkerName, show_sample
+from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName, show_sample
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules, RewardConfig, RoundsConfig
@@ -311,6 +311,39 @@ def test_a_rejected_group_is_replaced_by_a_fresh_prompt():
     said = run.complete(3, samples=1)
     assert [one.num_groups for one in only(said, c.CloseRound)] == [2]
     assert run.ledger.prompts_dropped == {"filtered": 1}
+
+
+def test_samples_without_a_reward_of_their_group_leave_it_and_are_in_the_ledger():
+    run = Driver(small_config(prompts=1, samples=3))
+    run.begin()
+    run.join("a")
+    run.complete(1, samples=3)
+    gone = (run.sample("1/0").id, run.sample("1/2").id)
+    assert run.tell(e.GroupUnscored(GroupId(1), gone, "the judge is away")) == []
+    assert run.ledger.samples_discarded == {"reward_failed": 2}
+    for samples in (gone, (SampleId(run.sample("1/1").id + 5),), ()):  # said again; of no sample of the group; of none
+        run.tell(e.GroupUnscored(GroupId(1), samples, "the judge is away"))
+    run.tell(e.GroupUnscored(GroupId(7), gone, "of a group that is none"))
+    assert run.ledger.late_news == 4 and run.ledger.samples_discarded == {"reward_failed": 2}
+    run.take(0, 1)
+    run.tell(e.StepRestarted(Step(0)))
+    run.take(0, 1)
+    (reported,) = only(run.trained(0), c.ReportStep)
+    assert (reported.line.num_samples, run.ledger.samples_trained) == (1, 1)
+
+
+def test_a_group_without_any_reward_of_its_group_is_replaced_and_is_no_filtered_one():
+    run = Driver(small_config(prompts=2, samples=2))
+    run.begin()
+    run.join("a")
+    run.complete(1, 2, samples=2)
+    lost = (run.sample("1/0").id, run.sample("1/1").id)
+    said = run.tell(e.GroupUnscored(GroupId(1), lost, "the judge raised"))
+    (dropped,), (added,) = only(said, c.DropGroup), only(said, c.AddGroup)
+    assert (dropped.group, dropped.why, added.group.group) == (1, "the judge raised", 3)
+    assert [one.num_groups for one in only(run.complete(3, samples=2), c.CloseRound)] == [2]
+    assert run.ledger.prompts_dropped == {"reward_failed": 1}
+    assert run.ledger.samples_discarded == {"reward_failed": 2}
 
 
 def test_without_refill_the_step_goes_on_with_one_group_less():

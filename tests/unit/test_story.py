@@ -204,6 +204,19 @@ def test_a_rejected_group_gives_the_trainers_reason():
     assert any(line.endswith("+7.0 s  discarded: all rewards are equal") for line in run.story("1/1"))
 
 
+def test_a_sample_that_has_no_reward_as_part_of_its_group_gives_the_trainers_reason():
+    run = Run()
+    run.open(0.0)
+    run.join(0.0, W1)
+    run.finish(5.0, "1/0", 9)
+    run.finish(5.0, "1/1", 9)
+    run.reward(6.0, "1/0")
+    run.reward(6.0, "1/1")
+    run.tell(7.0, e.GroupUnscored(GroupId(1), (sample_id(GroupId(1), 1),), "the judge is away"))
+    assert any(line.endswith("+7.0 s  discarded: the judge is away") for line in run.story("1/1"))
+    assert not any("discarded" in line for line in run.story("1/0"))
+
+
 def test_a_sample_that_was_not_needed_says_so():
     run = Run()
     run.config = SchedulerConfig(

@@ -535,11 +535,14 @@ class Fleet:
                     added = await self._group_rewards.rewards_of(reward_of, group, len(group.samples))
                 except NoReward as error:
                     self._tell_of_none(f"group {group.id}, which is rejected", str(error))
-                    await self.reject(group, f"no reward: {error}")
+                    round_.rejected.add(group.id)
+                    await self._lose(group, group.samples, f"no reward: {error}")
                     return
-                for sample, one in zip(group.samples, added, strict=True):
-                    if one is None:
-                        self._tell_of_none(f"sample {sample.name}", "infrastructure_failed, in a whole group")
+                lost = [sample for sample, one in zip(group.samples, added, strict=True) if one is None]
+                for sample in lost:
+                    self._tell_of_none(f"sample {sample.name}", "infrastructure_failed, in a whole group")
+                if lost:
+                    await self._lose(group, lost, "no reward: infrastructure_failed, in a whole group")
                 round_.ready.append(_add_rewards(group, added))
         except Exception as error:  # noqa: BLE001  a bug of ours: who waits for the group must hear of it
             round_.broke_by = error
@@ -547,6 +550,11 @@ class Fleet:
             round_.group_scoring.pop(group.id, None)
             async with self._changed:
                 self._changed.notify_all()
+
+    async def _lose(self, group: Group, lost: Sequence[Sample], reason: str) -> None:
+        """Say that samples leave their group; all of them: that the group is not trained, and a fresh prompt is."""
+        samples = tuple(sample.id for sample in lost)
+        await self._state(lambda seq: frames.Unscored(seq, group.id, samples, reason))
 
     def _score(self, one: frames.ScoreThis) -> None:
         key = (one.answer.sample, one.attempt)

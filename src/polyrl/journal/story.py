@@ -267,6 +267,8 @@ class _Teller:
             return self._why_closed
         if isinstance(event, e.StepTrained):
             return "the step ended without its group"
+        if isinstance(event, e.GroupUnscored):
+            return event.reason
         if (before := self._before) is not None:
             given_up = why_given_up(before, sample, self._config.environments)
             if given_up is not None:

@@ -25,6 +25,7 @@ from polyrl.scheduling.parts import (
     leases,
     membership,
     notices,
+    rejecting,
     reward_workers,
     rounds,
     scoring,
@@ -248,20 +249,6 @@ def _micro_batch_trained(desk: Desk, event: e.MicroBatchTrained, now: Seconds) -
     steps.training_paused(desk, event.step, event.worker, now)
 
 
-def _group_rejected(desk: Desk, event: e.GroupRejected, now: Seconds) -> None:
-    group = desk.groups.get(event.group)
-    if group is None or group.state not in ("delivered", "taken"):
-        desk.ledger.late_news += 1
-        return
-    rounds.drop_group(desk, group, desk.rounds[group.step], "filtered", event.reason, now)
-    for name in event.blamed:
-        worker = desk.seats.get(desk.state.fleet.by_name.get(name, -1))
-        if worker is not None and not worker.local and failures.rejected(desk, worker):
-            why = f"{worker.num_rejected} groups were rejected for what it wrote, the last for {event.reason}"
-            membership.lose(desk, worker, why, now, tell=True, rejoin=False)
-            devices.arm_window(desk, now)
-
-
 def _step_restarted(desk: Desk, event: e.StepRestarted, now: Seconds) -> None:
     steps.step_restarted(desk, event.step, now)
 
@@ -413,7 +400,8 @@ HANDLERS: Mapping[type, Callable[[Desk, Any, Seconds], None]] = {
     e.EpisodeEnded: episodes.episode_ended,
     e.FleetReported: hearing.fleet_reported,
     e.GroupAsked: _group_asked,
-    e.GroupRejected: _group_rejected,
+    e.GroupRejected: rejecting.group_rejected,
+    e.GroupUnscored: rejecting.group_unscored,
     e.GroupsTaken: _groups_taken,
     e.GroupWithdrawn: asking.withdraw,
     e.HostDrainRequested: episodes.drain,

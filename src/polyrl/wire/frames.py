@@ -355,6 +355,18 @@ class Rejected(Frame, frozen=True, tag="rejected"):
         force_setattr(self, "workers", tuple(shorten(plain(name)) for name in self.workers))
 
 
+class Unscored(Frame, frozen=True, tag="unscored"):
+    """Functions of whole groups have no reward for these samples: they leave their group, or with it the run."""
+
+    seq: Natural
+    group: Natural
+    samples: tuple[Natural, ...]
+    reason: PeerText
+
+    def __post_init__(self) -> None:
+        make_plain(self, "reason")
+
+
 class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
     seq: Natural
     step: Natural
@@ -432,6 +444,7 @@ Statement = (
     | Scored
     | Took
     | Rejected
+    | Unscored
     | MicroBatchDone
     | RestartStep
     | StepDone

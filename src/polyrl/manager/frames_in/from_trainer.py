@@ -68,6 +68,8 @@ def _state(run: Run, frame: frames.Statement) -> None:  # noqa: C901 (a case for
             run.tell(e.GroupsTaken(Step(frame.step), tuple(map(GroupId, frame.groups)), WorkerName(frame.worker)))
         case frames.Rejected():
             _rejected(run, frame)
+        case frames.Unscored():
+            run.tell(e.GroupUnscored(GroupId(frame.group), tuple(map(SampleId, frame.samples)), frame.reason))
         case frames.MicroBatchDone():
             run.tell(e.MicroBatchTrained(Step(frame.step), WorkerName(frame.worker)))
         case frames.RestartStep():

@@ -152,7 +152,7 @@ class CancelScore(CommandStruct, frozen=True, tag=True):
 
 
 class DeliverGroup(CommandStruct, frozen=True, tag=True):
-    """A group is complete. Ends in GroupsTaken or GroupRejected."""
+    """A group is complete. Ends in GroupsTaken, GroupRejected or GroupUnscored."""
 
     step: Step
     group: GroupId
@@ -170,7 +170,8 @@ class DropGroup(CommandStruct, frozen=True, tag=True):
 class CloseRound(CommandStruct, frozen=True, tag=True):
     """The last group of the round has been delivered: the denominators are known. Ends in StepTrained.
 
-    After a GroupRejected it no longer holds; it is said again when the round is complete without that group.
+    After a GroupRejected, or a GroupUnscored of all samples, it no longer holds; it is said again when the round is
+    complete without that group.
     """
 
     step: Step

@@ -140,15 +140,13 @@ class DutyChanged(EventStruct, frozen=True, tag=True):
     duty: Duty
 
 
-# Samples
+# Samples and episodes, and those who play and score them
 
 
 class TokensArrived(EventStruct, frozen=True, tag=True):
-    """Progress of one worker: columns of leases and of their samples' token counts, absolute.
-
-    Every few seconds is enough: balance and stalled leases are judged by it. Exact counts come with the end of each
-    lease, and a driver that holds more tokens than it has told resumes a lost sample after all of them.
-    """
+    """Progress of one worker: columns of leases and of their samples' token counts, absolute. Every few seconds are
+    enough: balance and stalled leases are judged by it. Exact counts come with the end of each lease, and a driver that
+    holds more tokens than it has told resumes a lost sample after all of them."""
 
     worker: WorkerName
     incarnation: Incarnation
@@ -183,9 +181,6 @@ class RewardFinished(EventStruct, frozen=True, tag=True):
     outcome: RewardOutcome
     correct: bool = False
     cpu_s: Seconds = 0.0
-
-
-# Episodes
 
 
 class HostJoined(EventStruct, frozen=True, tag=True):
@@ -246,8 +241,7 @@ class CallMade(EventStruct, frozen=True, tag=True):
     sample: SampleId
     attempt: int
     start: int
-    """Drawn tokens of the episode before this call: those beyond it are thrown away, unless they are the beginning of
-    this very answer."""
+    """Drawn tokens of the episode before it; those beyond are thrown away, unless this very answer begins with them."""
     num_tokens: int
     """Drawn tokens with the beginning of this answer, where there is one."""
     end: int
@@ -329,6 +323,14 @@ class GroupRejected(EventStruct, frozen=True, tag=True):
     """Workers whose tokens it is rejected for."""
 
 
+class GroupUnscored(EventStruct, frozen=True, tag=True):
+    """Functions of whole groups have no reward for these samples: they leave the group, or end it if all do."""
+
+    group: GroupId
+    samples: tuple[SampleId, ...]
+    reason: str
+
+
 class MicroBatchTrained(EventStruct, frozen=True, tag=True):
     step: Step
     worker: WorkerName = WorkerName("")
@@ -353,7 +355,7 @@ class ValidationEnded(EventStruct, frozen=True, tag=True):
     pass
 
 
-# The driver
+# The driver, and time
 
 
 class PlacingPaused(EventStruct, frozen=True, tag=True):
@@ -393,9 +395,6 @@ class DriverResumed(EventStruct, frozen=True, tag=True):
     """How much longer than usual workers may take to be heard of."""
 
 
-# Time
-
-
 class TimePassed(EventStruct, frozen=True, tag=True):
     """Nothing happened, but `wakeup_at` has come."""
 
@@ -421,6 +420,7 @@ Event = (
     | DrainRequested
     | SupplyOffered
     | GroupRejected
+    | GroupUnscored
     | StepRestarted
     | StepTrained
     | ValidationBegan
