@@ -76,7 +76,7 @@ def test_a_word_of_the_glossary_names_one_type():
 
 OF_ONE_MEANING = {
     "turn": r"hosts/|starters/(agents|environments)|scheduling/(core|parts/turns|rules/play_limits)|manager/to_hosts"
-    r"|wire/(control|host_frames)|run/(trying|validation_desk)|bench/(conversations|episodes)|cli/status",
+    r"|wire/(control|host_frames)|run/(trying|validation_desk)|bench/(chats|conversations|episodes)|cli/status",
     "ask": r"manager/(asking|openapi|serving/|http)|scheduling/parts/asking",
 }
 """Words that other projects use for several things: by word, the files whose names may have it, in its one meaning."""

@@ -4,11 +4,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from tests.dashboard.test_alarms import STATUS
+from tests.properties.hostile import play
+from tests.telemetry.test_account import write_journal
 from tests.telemetry.test_metrics import a_line
 
 from polyrl.dashboard.waiting import WORDS, TimePart, TimeUse, WaitingContext, doing, slowest
+from polyrl.dashboard.watched import WatchedRun
+from polyrl.journal.files import FILE_NAME
 from polyrl.scheduling.core.desk import Desk
+from polyrl.wire.control import RewardsStatus
 
 
 def desk(*, busy: bool = False, validates: bool = False, paused: bool = False, **of_round: Any) -> Desk:
@@ -96,3 +102,21 @@ def test_what_comes_before_a_first_step_holds_nothing_up(name: str):
 def test_a_slow_worker_is_named_where_steps_wait_for_the_last_answers():
     found = slowest([part("last answers", 90.0)], WaitingContext(STATUS, slow_workers=["w3"]))
     assert found is not None and "on w3" in found.why and found.do.endswith("polyrl drain w3")
+
+
+def test_a_reward_function_is_named_also_while_no_call_of_it_runs(tmp_path):
+    """Between steps nothing is scored; the name stays, and so it does when the run is over."""
+    (tmp_path / "recipe.toml").write_text('[data]\nreward = "mine:slow"\n')
+    write_journal(tmp_path / FILE_NAME, play(4, num_events=100))
+    run = WatchedRun(tmp_path, live=False)
+    run.start()
+    assert run.follower.wait(20.0)
+    assert run.context().reward_function == "mine:slow", "the recipe names it"
+    busy = RewardsStatus(running=2, timeout_s=100.0, longest_s=3.0, function="mine:slower", failed=0, why="")
+    quick = replace(busy, longest_s=0.2, function="mine:quick")
+    idle = replace(busy, running=0, longest_s=0.0, function="")
+    for told in (busy, quick, idle):
+        run.tell(replace(STATUS, rewards=told))
+        assert run.context().reward_function == "mine:slower"
+    found = slowest([part("rewards", 90.0)], run.context())
+    assert found is not None and "the reward function mine:slower scores them" in found.why

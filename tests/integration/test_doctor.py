@@ -27,6 +27,7 @@ from polyrl.cli import doctor
 from polyrl.cli.main import main
 from polyrl.client import Fleet, Sample
 from polyrl.config.recipe_files import load_recipe
+from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER
 from polyrl.manager import status
 from polyrl.run.checkpoints import write_recipe
 from polyrl.run.diagnosis import diagnose
@@ -256,27 +257,60 @@ def test_where_there_is_no_run_is_one_line(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "words"),
+    ("metrics", "waits_for", "words"),
     [
-        ({"idle__trainer_share": 0.7, "idle__fleet_share": 0.1, "fleet__useful": 3}, "long: more workers (the sched"),
-        ({"idle__trainer_share": 0.7, "fleet__useful": 2, "fleet__workers": 2}, "long: rounds.tail_batching"),
-        ({"idle__trainer_share": 0.1, "idle__fleet_share": 0.5}, "training is what takes long"),
-        ({"time__step_publish": 2.0}, "publishing takes 20% of a step"),
+        (
+            {"idle__trainer_share": 0.7, "idle__fleet_share": 0.1, "fleet__useful": 3},
+            "answers",
+            "long: more workers (the sched",
+        ),
+        (
+            {"idle__trainer_share": 0.7, "fleet__useful": 2, "fleet__workers": 2},
+            "last answers",
+            "long: rounds.tail_batching",
+        ),
+        ({"idle__trainer_share": 0.1, "idle__fleet_share": 0.5}, "", "training is what takes long"),
+        ({"time__step_publish": 2.0}, None, "publishing takes 20% of a step"),
         (
             {"seeding__t_seed_s": 8.0, "fleet__useful": 2, "idle__fleet_share": 0.4},
+            None,
             "devices write for 80% of a step before they train: remote wo",
         ),
         (
             {"time__step_total": 0.5, "seeding__t_seed_s": 0.2, "tokens__kept": 1900},
+            None,
             "no worker would help, since it needs about 0.5 s a step to begin, and they write 1,900 tokens in 0.2 s",
         ),
     ],
 )
-def test_advice_follows_from_what_took_long(metrics: dict[str, float], words: str):
-    [*_, advice] = last_steps.tell([step(), step(**metrics), step(**metrics)])
+def test_advice_follows_from_what_took_long(metrics: dict[str, float], waits_for: str | None, words: str):
+    [*_, advice] = last_steps.tell([step(), step(**metrics), step(**metrics)], waits_for)
     assert words in advice
     assert len(last_steps.tell([step()])) == 2
     assert last_steps.tell([]) == []
+
+
+@pytest.mark.parametrize("waits_for", [None, "rewards", "environments", "updates"])
+@pytest.mark.parametrize("idle", [{"idle__trainer_share": 0.8}, {"idle__fleet_share": 0.8}])
+def test_an_idle_trainer_is_not_taken_for_slow_writing_or_training(idle: dict[str, float], waits_for: str | None):
+    assert len(last_steps.tell([step(**idle)], waits_for)) == 2
+
+
+def test_a_run_that_waited_for_rewards_is_told_so_and_the_function_named(tmp_path: Path, capsys):
+    """As its page does: by the journal, not by the trainer having had nothing to do."""
+    play = ["simulate", "elastic-8b", "--steps", "2", "--no-progress", "--out", str(tmp_path / "sim")]
+    scored_s = ["domains.math.reward.duration_quantiles=[[0.0, 400.0], [1.0, 400.0]]"]
+    assert main([*play, *scored_s, *(f"rewards.{key}=900" for key in ("t_min_s", "t_max_s", "wall_s"))]) == 0
+    (tmp_path / LIVE_FOLDER).mkdir()
+    (tmp_path / "sim" / FILE_NAME).rename(tmp_path / LIVE_FOLDER / f"{EVENTS}-000001.bin")
+    (tmp_path / "recipe.toml").write_text('[train]\nsteps = 2\n[data]\nreward = "mine:slow"\n')
+    lines = [json.dumps({**step(idle__trainer_share=0.9), "step": number}) for number in range(2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "of the trainer's time goes to waiting for rewards\n    why: answers are written sooner" in out
+    assert "the reward function mine:slow scores them" in out
+    assert "writing is what takes long" not in out
 
 
 def test_doctor_prints_the_command_with_which_a_worker_joins(tmp_path: Path, capsys):

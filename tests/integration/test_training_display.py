@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -155,3 +156,16 @@ def test_without_a_terminal_nobody_is_asked_and_there_is_one_line():
     text = io.StringIO()
     run(without_a_terminal(text))
     assert text.getvalue() == "step    0  reward    0.5\n"
+
+
+def test_steps_that_are_over_already_take_the_time_that_their_metrics_tell():
+    """`polyrl top` begins with steps of the past: no step began while it looked."""
+    text = io.StringIO()
+    progress = Progress(Console(file=text, width=100, force_terminal=True, color_system=None))
+    display = Display("arithmetic", 10, Dialer("http://127.0.0.1:1", "none"), progress=progress)
+    with progress:
+        for step in range(5):
+            display.step_ended(step, {"time/step_total": 2.0, "reward/mean": 0.5})
+        display.step_begins(5)
+    left_s = [float(one) for one in re.findall(r"([0-9.]+) s left", text.getvalue())]
+    assert left_s and all(0.0 <= one <= 10.0 for one in left_s)

@@ -1,15 +1,21 @@
 """A dashboard as a process, and its page in a browser."""
 
+import asyncio
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
+from aiohttp import web
 
+from polyrl.dashboard.server import DashboardServer, serving
+from polyrl.dashboard.watched import WatchedRun
 from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.state import entries
 
@@ -41,6 +47,29 @@ def dashboard(*paths: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
+
+
+@contextmanager
+def served(run: WatchedRun) -> Iterator[str]:
+    """The page of a run that the test tells of its state, from this process; yields its link."""
+    links: Queue[str] = Queue()
+    is_over = threading.Event()
+
+    async def serve() -> None:
+        server = DashboardServer([run], "a-token")
+        async with serving(server, lambda runner: web.TCPSite(runner, "127.0.0.1", 0)) as site:
+            port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+            links.put(f"http://127.0.0.1:{port}/dash/#token=a-token")
+            await asyncio.to_thread(is_over.wait)
+
+    run.start()
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    try:
+        yield links.get(timeout=30.0)
+    finally:
+        is_over.set()
+        thread.join(20.0)
 
 
 @contextmanager

@@ -324,10 +324,10 @@ class ChatRun(NamedTuple):
 
 
 async def _by_chat(rig: Rig, phase: Phase, step: int, alone: Figures) -> ChatRun:
-    before, cpu_s = await rig.worker.ask({}), time.process_time()
+    before, cpu_s = await rig.worker.request({}), time.process_time()
     turns = await rig.play_fleet(phase, step)
     figures, cpu_s = read_off(turns), time.process_time() - cpu_s
-    again = _again(before, await rig.worker.ask({}), figures)
+    again = _again(before, await rig.worker.request({}), figures)
     return ChatRun(figures.turns_per_s, figures.turns_per_s / alone.turns_per_s, again, cpu_s / len(turns) * 1e3)
 
 

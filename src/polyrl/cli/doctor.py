@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,9 @@ from polyrl.cli import dialing
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
+    from polyrl.dashboard.waiting import Slowest
     from polyrl.run.findings import Diagnosis
+    from polyrl.wire.control import Status
 
 EXIT_OK = 0
 EXIT_NEEDS_HELP = 1
@@ -33,6 +36,8 @@ does not come by itself, and what to do. 2: there is no such run, or its manager
 something is, and what to do."""
 
 _APART_S = 2.0
+_READ_S = 15.0
+"""The time for reading a journal: a long run's takes minutes, and `polyrl dash` reads it beside."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,21 +61,27 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("expected RUN, the directory of a run, or --manager URL")
     run_dir = None if args.run_dir is None else Path(args.run_dir)
     steps = [] if run_dir is None else diagnosis.read_steps(run_dir)
+    told: tuple[Status, ...] = ()
     if run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
-        runs, found = True, _examine(args)
+        told = _look_twice(args)
+        found = diagnosis.diagnose(*told, shlex.quote(args.run_dir or "RUN_DIR"))
     else:
-        runs, found = False, diagnosis.diagnose_remains(run_dir, steps)
-    past = last_steps.tell(steps)
+        found = diagnosis.diagnose_remains(run_dir, steps)
+    runs, slow, is_read = bool(told), None, False
+    if run_dir is not None and steps:
+        slow, is_read = _slowest(run_dir, told)
+    past = last_steps.tell(steps, "" if slow is None and is_read else None if slow is None else slow.name)
     join = workers.join_command_of(run_dir) if runs and run_dir is not None else ""
     join_hosts = hosts.join_commands_of(run_dir) if runs and run_dir is not None else []
     if args.json:
         findings = [one._asdict() for one in found.findings]
         tree = {"running": runs, "moving": found.is_moving, "needs_help": found.needs_help, "findings": findings}
+        tree["slow"] = None if slow is None else slow._asdict()
         print(json.dumps({**tree, "last_steps": past, "join": join, "join_hosts": join_hosts}, indent=2))
     else:
         joining = [f"a worker joins with: {join}"] if join else []
         joining += [f"a host joins with: {one}" for one in join_hosts]
-        _print(found, [*past, *joining], runs=runs)
+        _print(found, [*past, *_lines_of(slow), *joining], runs=runs)
     return EXIT_NEEDS_HELP if found.needs_help else EXIT_OK
 
 
@@ -93,8 +104,8 @@ def _look_over(args: argparse.Namespace) -> int:
     return EXIT_NEEDS_HELP if is_wrong else EXIT_OK
 
 
-def _examine(args: argparse.Namespace) -> "Diagnosis":
-    from polyrl.run.diagnosis import diagnose, resume_command
+def _look_twice(args: argparse.Namespace) -> "tuple[Status, Status]":
+    from polyrl.run.diagnosis import resume_command
     from polyrl.run.event_loop import run_loop
     from polyrl.wire.control import Status
     from polyrl.wire.dial import Unreachable
@@ -106,10 +117,33 @@ def _examine(args: argparse.Namespace) -> "Diagnosis":
             return earlier, await dialer.get("/v1/status", Status)
 
     try:
-        earlier, now = run_loop(look_twice())
+        return run_loop(look_twice())
     except Unreachable as error:
         raise UserError(f"{error}; if the run was killed: {resume_command(args.run_dir or 'RUN_DIR')}") from error
-    return diagnose(earlier, now, shlex.quote(args.run_dir or "RUN_DIR"))
+
+
+def _slowest(run_dir: Path, told: "Sequence[Status]") -> "tuple[Slowest | None, bool]":
+    """Return what holds the run up, as its page says it, and whether the journal was read for that."""
+    from polyrl.dashboard.watched import WatchedRun
+
+    try:
+        watched = WatchedRun(run_dir, live=bool(told))
+    except UserError:  # its journal is empty, or gone
+        return None, False
+    watched.start()
+    try:
+        is_read = watched.follower.wait(_READ_S)
+        for status in told:
+            watched.tell(status)
+        return watched.slowest(), is_read
+    finally:
+        watched.close()
+
+
+def _lines_of(slow: "Slowest | None") -> list[str]:
+    if slow is None:
+        return []
+    return [slow.what, f"    why: {slow.why}", f"    costs: {slow.costs}", f"    you could: {slow.do}"]
 
 
 def _print(found: "Diagnosis", past: list[str], *, runs: bool) -> None:

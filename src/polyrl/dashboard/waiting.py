@@ -66,6 +66,8 @@ class TimePart(NamedTuple):
 class Slowest(NamedTuple):
     """The part of a run that holds the rest up."""
 
+    name: str
+    """A key of WORDS."""
     what: str
     why: str
     costs: str
@@ -140,6 +142,8 @@ class WaitingContext(NamedTuple):
     """The recipe's `validation.every_steps`."""
     packs_tails: bool = False
     """Whether the recipe has `rounds.tail_batching` on."""
+    reward_function: str = ""
+    """The reward function that takes longest, as far as is known."""
 
 
 def slowest(parts: Sequence[TimePart], around: WaitingContext) -> Slowest | None:
@@ -156,7 +160,7 @@ def slowest(parts: Sequence[TimePart], around: WaitingContext) -> Slowest | None
         an_hour = worst.usd / seconds * _PER_HOUR
         costs += f", and {_dollars(worst.usd)} of what they cost: {_dollars(an_hour)} an hour"
     why, do = _why(worst.name, around)
-    return Slowest(what, why, costs, do)
+    return Slowest(worst.name, what, why, costs, do)
 
 
 def _dollars(usd: float) -> str:
@@ -168,7 +172,7 @@ def _why(name: str, around: WaitingContext) -> tuple[str, str]:
     worker = f"have more workers join: {around.join}" if around.join else "have more workers join"
     match name:
         case "rewards":
-            return _of_rewards(around.status)
+            return _of_rewards(around)
         case "last answers":
             return _of_last_answers(around)
         case "answers":
@@ -198,9 +202,9 @@ def _why(name: str, around: WaitingContext) -> tuple[str, str]:
             return "somebody paused it", "POST /v1/resume with the admin token lets it go on"
 
 
-def _of_rewards(status: Status | None) -> tuple[str, str]:
-    told = None if status is None else status.rewards
-    named = f" {told.function}" if told is not None and told.function else ""
+def _of_rewards(around: WaitingContext) -> tuple[str, str]:
+    told = None if around.status is None else around.status.rewards
+    named = f" {around.reward_function}" if around.reward_function else ""
     why = f"answers are written sooner than the reward function{named} scores them"
     if told is not None and told.running:
         why += f"; the call that has run longest has for {show_seconds(told.longest_s)}"

@@ -25,6 +25,7 @@ from polyrl.journal.files import LIVE_FOLDER, find_begun, open_journals
 from polyrl.journal.story import UnknownSample, tell_story
 from polyrl.run.diagnosis import Diagnosis, diagnose, diagnose_remains
 from polyrl.run.kept_samples import recipe_of, text_decoder
+from polyrl.run.waits import choose
 from polyrl.run.workers import join_command_of
 from polyrl.telemetry import ledger_report
 from polyrl.telemetry.account import read_account
@@ -43,6 +44,7 @@ _DIGITS_OR_TEXT = re.compile(r"\d+|\D+")
 _SAME_S = 0.5
 """Pages that ask within this time are told the same."""
 _MAX_SERIES = 64
+_MOST_WAITS = 12
 
 
 class WatchedRun:
@@ -60,6 +62,7 @@ class WatchedRun:
         self.rollouts = Rollouts(path, text_decoder(path, folder), self.follower)
         self._statuses: list[Status] = []
         self._heard_at = 0.0
+        self._slow_reward = (0.0, "")
         self._lock, self._ledger_lock = threading.Lock(), threading.Lock()
         self._ledger: tuple[float, dict[str, Any]] | None = None
         self._now: tuple[float, dict[str, Any]] | None = None
@@ -78,6 +81,8 @@ class WatchedRun:
         """Take in the manager's newest state."""
         self._statuses = [*self._statuses, status][-2:]
         self._heard_at = time.monotonic()
+        if status.rewards is not None and status.rewards.running:  # between calls, nobody tells which was slow
+            self._slow_reward = max(self._slow_reward, (status.rewards.longest_s, status.rewards.function))
         self.follower.tell_time(status.now_s)
 
     def end(self) -> None:
@@ -98,10 +103,7 @@ class WatchedRun:
         headlines = {label: self.curves.last(name) for label, name in HEADLINES.items()}
         status = self._statuses[-1] if self._statuses else None
         found = self._diagnosis()
-        parts = self.follower.time_parts() if self.follower.is_at_end else []  # in between, they are those of the past
-        raised = list(self._alarms(status))
-        slow_workers = [one.of for one in raised if one.name == "slow worker"]
-        slow = waiting.slowest(parts, self._context(status, slow_workers))
+        raised, parts, slow = list(self._alarms(status)), self._parts(), self.slowest()
         return {
             "name": self.name,
             "kind": "simulation" if self.is_simulation else "live" if self.live else "over",
@@ -122,6 +124,14 @@ class WatchedRun:
             "usd_per_hour": None if status is None else self._price(status),
         }
 
+    def slowest(self) -> waiting.Slowest | None:
+        """Return what holds the run up; None: nothing does much, or its journal is not read yet."""
+        return waiting.slowest(self._parts(), self.context())
+
+    def _parts(self) -> list[waiting.TimePart]:
+        """Return where the trainer's time goes; nothing before the journal is read: it would be that of the past."""
+        return self.follower.time_parts() if self.follower.is_at_end else []
+
     def _diagnosis(self) -> Diagnosis | None:
         if len(self._statuses) == 2:
             earlier, now = self._statuses
@@ -138,6 +148,9 @@ class WatchedRun:
             self._reader = threading.Thread(target=self._of_answers, args=(step,), name="answers", daemon=True)
             self._reader.start()  # the first texts wait for a tokenizer, for seconds; nothing else has to
         yield from self._answers[1]
+        yield from self._of_fleet(status)
+
+    def _of_fleet(self, status: Status | None) -> Iterator[alarms.Alarm]:
         if status is not None:
             local = {life.worker for life in self.follower.lives() if life.local}
             allowed = self._setting("train", "max_staleness") or 1
@@ -171,12 +184,25 @@ class WatchedRun:
         hosts = sum(one.price_usd_per_hour for one in status.hosts)
         return workers + hosts + (self.follower.trainer_usd_per_hour if status.trainer != "none" else 0.0)
 
-    def _context(self, status: Status | None, slow_workers: list[str]) -> waiting.WaitingContext:
-        is_async = self._setting("train", "mode") == "async"
-        packs_tails = self._setting("rounds", "tail_batching") not in (None, "off")
-        lines = self.follower.lines()
-        every = self._setting("validation", "every_steps")
-        return waiting.WaitingContext(status, lines, slow_workers, self._join_command(), is_async, every, packs_tails)
+    def context(self) -> waiting.WaitingContext:
+        """Return what is known of the run beside where its time goes."""
+        status = self._statuses[-1] if self._statuses else None
+        slow_workers = [one.of for one in self._of_fleet(status) if one.name == "slow worker"]
+        return waiting.WaitingContext(
+            status,
+            self.follower.lines(),
+            slow_workers,
+            self._join_command(),
+            is_async=self._setting("train", "mode") == "async",
+            validation_every=self._setting("validation", "every_steps"),
+            packs_tails=self._setting("rounds", "tail_batching") not in (None, "off"),
+            reward_function=self._slow_reward[1] or self._only_reward(),
+        )
+
+    def _only_reward(self) -> str:
+        """Return the recipe's reward function; nothing where it has several, or names none."""
+        named = self._setting("data", "reward")
+        return named if isinstance(named, str) and not self._setting("rewards", "functions") else ""
 
     def _setting(self, section: str, key: str) -> Any:
         """Return what the recipe says, which is read until it is there; None: nothing."""
@@ -278,8 +304,12 @@ def dollars_by_cause(ledger: Mapping[str, Any], trainer_shares: Mapping[str, flo
 
 def _without_fleet(status: Status) -> dict[str, Any]:
     """Return the state without its longest lists: pages of many workers are asked for (`fleet`)."""
-    told = to_builtins(msgspec.structs.replace(status, workers=(), hosts=[], reward_workers=[], turned_away=[]))
-    return {**told, "num_workers": len(status.workers), "num_hosts": len(status.hosts)}
+    waits = choose(status.waits, _MOST_WAITS)
+    short = msgspec.structs.replace(
+        status, workers=(), hosts=[], reward_workers=[], turned_away=[], waits=tuple(waits.shown)
+    )
+    counts = {"num_workers": len(status.workers), "num_hosts": len(status.hosts), "more_waits": waits.more}
+    return {**to_builtins(short), **counts}
 
 
 def read_status(line: bytes) -> Status | None:

@@ -303,8 +303,10 @@ def _waits(run: Run, now: float) -> Iterator[WaitStatus]:
 
 def _age_s(run: Run, name: str, key: int, left_s: float) -> float | None:
     """Return how long a wait lasts already; None where its deadline is put off, and nobody knows when it began."""
-    rules, environments = run.desk.config.fleet_rules, run.desk.config.environments
+    desk, now = run.desk, run.lobby.now()
+    rules, environments = desk.config.fleet_rules, desk.config.environments
     allowed = {
+        "balance": desk.config.routing.balance_interval_s,
         "host_drain": environments.drain_timeout_s,
         "hand_over": rules.hand_over_timeout_s,
         "pull": rules.pull_timeout_s,
@@ -312,12 +314,17 @@ def _age_s(run: Run, name: str, key: int, left_s: float) -> float | None:
         "drain": rules.drain_timeout_s,
     }
     if name in ("turn", "episode"):
-        clock = run.desk.state.playtimes.get(SampleId(key))
-        return None if clock is None else max(0.0, run.lobby.now() - clock.turn_began_at)
+        clock = desk.state.playtimes.get(SampleId(key))
+        return None if clock is None else max(0.0, now - clock.turn_began_at)
     if name in allowed:
         return max(0.0, allowed[name] - left_s)
-    session = run.lobby.workers.get(run.desk.seats[key].name) if name == "heartbeat" else None
-    return None if session is None else max(0.0, run.lobby.now() - session.heard_at)
+    if name == "stall":  # it is looked at now and then, by this
+        return max(0.0, now - desk.seats[key].last_tokens_at)
+    round_ = desk.rounds.get(Step(key)) if name == "seed" else None
+    if round_ is not None:
+        return max(0.0, now - max(round_.opened_at, desk.state.clock.step_began_at))
+    session = run.lobby.workers.get(desk.seats[key].name) if name == "heartbeat" else None
+    return None if session is None else max(0.0, now - session.heard_at)
 
 
 def _of(desk: Desk, name: str, key: int) -> str:

@@ -19,26 +19,13 @@ from rich.text import Text
 
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
+from polyrl.run.waits import is_news
 from polyrl.telemetry.metrics import Metrics
 from polyrl.telemetry.progress import Progress, RunView, WorkerView
 from polyrl.wire.control import Status, WaitStatus, WorkerStatus
 from polyrl.wire.dial import Dialer, Unreachable
 
 _REFRESH_EVERY_S = 0.5
-_NAMED_WAITS = (
-    "trainer",
-    "weights",
-    "prompts",
-    "workers",
-    "a resume",
-    "hand_over",
-    "retry_pull",
-    "pull",
-    "switch",
-    "drain",
-)
-"""The waits worth showing. Deadlines that are always pending, such as heartbeats, are left out."""
-_SLOW_REWARD_S = 2.0
 _STEP_TIMES_KEPT = 10
 
 
@@ -101,8 +88,9 @@ class Display:
     def step_ended(self, step: int, metrics: Metrics) -> None:
         """Print the step's line, and keep its reward, its time and its price."""
         told = self._told
-        told.step_times_s = [*told.step_times_s, time.monotonic() - told.step_began_at][-_STEP_TIMES_KEPT:]
-        reward, usd = metrics.get("reward/mean"), metrics.get("cost/usd_total")
+        took_s, reward, usd = (metrics.get(name) for name in ("time/step_total", "reward/mean", "cost/usd_total"))
+        if isinstance(took_s, int | float):
+            told.step_times_s = [*told.step_times_s, took_s][-_STEP_TIMES_KEPT:]
         if isinstance(reward, float):
             told.rewards.append(reward)
         told.usd = usd if isinstance(usd, float) else told.usd
@@ -133,7 +121,7 @@ def view_of(status: Status | None, told: Told, local_worker: str = "") -> RunVie
     rounds = [] if status is None else [one for one in status.rounds if one.step == told.step]
     round_ = rounds[0] if rounds else None
     workers = () if status is None else tuple(_worker(one, one.name == local_worker) for one in status.workers)
-    waits = [] if status is None else [_wait(one) for one in status.waits if _is_news(one)]
+    waits = [] if status is None else [_wait(one) for one in status.waits if is_news(one)]
     return RunView(
         name=told.name,
         step=told.step,
@@ -179,11 +167,6 @@ def _activity(worker: WorkerStatus, local: bool) -> str:
             return "starting"
         case other:
             return other
-
-
-def _is_news(wait: WaitStatus) -> bool:
-    is_slow_reward = wait.what == "reward" and wait.age_s is not None and wait.age_s > _SLOW_REWARD_S
-    return wait.what in _NAMED_WAITS or is_slow_reward
 
 
 def _wait(wait: WaitStatus) -> str:

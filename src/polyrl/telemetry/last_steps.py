@@ -1,4 +1,8 @@
-"""The time of a run's last steps, by its parts, from its metrics alone, and advice on making them shorter."""
+"""The time of a run's last steps, by its parts, from its metrics, and advice on making them shorter.
+
+Rules kept here: a trainer that has nothing to train says not what it waits for; answers, rewards or environments. That
+is told by whoever read the journal, and without it no advice is given on it.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -11,10 +15,15 @@ _MUCH = 0.3
 """A share of a step that is worth a person's time."""
 _SOME = 0.1
 _PARTS = {"generate": "generating", "train": "training", "publish": "publishing", "save": "saving"}
+_WRITING = ("answers", "last answers", "places", "no worker")
+"""What the trainer waits for where writing is what takes long: words of dashboard.waiting.WORDS."""
 
 
-def tell(steps: Sequence[Mapping[str, object]]) -> list[str]:
-    """Medians of the last steps, then advice; nothing of a run that has trained none."""
+def tell(steps: Sequence[Mapping[str, object]], waits_for: str | None = None) -> list[str]:
+    """Medians of the last steps, then advice; nothing of a run that has trained none.
+
+    `waits_for`: what the trainer waits for most, a key of dashboard.waiting.WORDS; empty: nothing much; None: unknown.
+    """
     last = steps[-NUM_STEPS:]
     total_s = _median(last, "time/step_total")
     if not total_s:
@@ -28,10 +37,12 @@ def tell(steps: Sequence[Mapping[str, object]]) -> list[str]:
         f"of a step, the trainer's devices had nothing to train for {trainer:.0%}, the remote fleet nothing to write "
         f"for {fleet:.0%}",
     ]
-    return lines + _advice(last, total_s, trainer, fleet)
+    return lines + _advice(last, total_s, trainer, fleet, waits_for)
 
 
-def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float, fleet: float) -> list[str]:
+def _advice(
+    last: Sequence[Mapping[str, object]], total_s: float, trainer: float, fleet: float, waits_for: str | None
+) -> list[str]:
     lines: list[str] = []
     useful, there = _median(last, "fleet/useful"), _median(last, "fleet/workers")
     publishing = _median(last, "time/step_publish") / total_s
@@ -45,13 +56,13 @@ def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float
         lines.append(
             f"the trainer's own devices write for {seeded_s / total_s:.0%} of a step before they train: {would}"
         )
-    elif trainer > _MUCH and trainer >= fleet:
+    elif trainer > _MUCH and waits_for in _WRITING:
         more = f"more workers (the scheduler advises {useful:.0f}), " if useful > there else ""
         lines.append(
             f"writing is what takes long: {more}rounds.tail_batching for a long tail, or "
             'train.mode = "async" so that steps do not wait for it, where these are off'
         )
-    elif fleet > _MUCH:
+    elif fleet > _MUCH and waits_for == "":
         lines.append(
             'training is what takes long: fewer workers cost less, or train.mode = "async" has them go on, '
             "where it is off"

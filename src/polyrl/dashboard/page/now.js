@@ -59,9 +59,9 @@ export function open(place, state) {
       redraw(time, ...timeOf(now.time));
       redraw(findings, ...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
       redraw(rounds, ...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
-      redraw(waits, status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.slice(0, 12).map((one) => [
-        one.what, one.of, seconds(one.age_s), one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
-      ])) : "");
+      redraw(waits, status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.map((one) => [
+        one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
+      ])) : "", others(status?.more_waits ?? {}));
       drawCurve(run, now.steps);
     },
   };
@@ -70,6 +70,12 @@ export function open(place, state) {
 /** What was seen, why, what it costs and what to do. */
 const problem = (kind, name, one, isNew) => h("div", { class: kind, role: isNew ? "alert" : "note" }, name ? [h("b", {}, name), ": "] : null, name ? shown(one.what) : h("b", {}, shown(one.what)),
   h("dl", { class: "facts" }, [["why", one.why], ["costs", one.costs], ["what to do", one.do]].filter(([, text]) => text).map(([word, text]) => [h("dt", {}, word), h("dd", {}, shown(text))])));
+
+/** Waits without a line: deadlines that always run, most of them. */
+function others(more) {
+  const kinds = Object.entries(more), num = kinds.reduce((sum, [, count]) => sum + count, 0);
+  return num ? h("p", { class: "quiet" }, `and ${number(num)} more: ${kinds.map(([what, count]) => `${number(count)} ${what.replaceAll("_", " ")}`).join(", ")}`) : "";
+}
 
 /** Where the trainer's time of the newest steps went, as a bar and in words. */
 function timeOf(parts) {

@@ -1,0 +1,57 @@
+"""Which of a run's waits are worth a look: those that somebody may have to end, before deadlines that always run.
+
+Every worker has a heartbeat and, while it generates, a deadline for its next token: in a fleet of a thousand these are
+two thousand waits, and say nothing. They come last here, and are counted where they do not fit.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from polyrl.wire.control import WaitStatus
+
+_NAMED = (
+    "trainer",
+    "weights",
+    "prompts",
+    "hosts",
+    "workers",
+    "reward workers",
+    "a resume",
+    "hand_over",
+    "retry_pull",
+    "pull",
+    "switch",
+    "notice",
+    "drain",
+    "host_drain",
+)
+_OF_EPISODES = ("turn", "episode")
+"""Named as well where there is room: every episode that is played has them."""
+_SLOW_REWARD_S = 2.0
+_MOST_OF_A_KIND = 3
+"""So that a thousand pulls do not hide a worker that is drained."""
+
+
+class ChosenWaits(NamedTuple):
+    shown: list[WaitStatus]
+    more: dict[str, int]
+    """How many others there are, by their name."""
+
+
+def is_news(wait: WaitStatus) -> bool:
+    """Return whether a wait is worth a line by itself: a deadline that is always pending is not."""
+    is_slow_reward = wait.what == "reward" and wait.age_s is not None and wait.age_s > _SLOW_REWARD_S
+    return wait.what in _NAMED or is_slow_reward
+
+
+def choose(waits: Sequence[WaitStatus], most: int) -> ChosenWaits:
+    """Return the `most` waits that tell most. `waits` come as the manager sorts them: the most urgent first."""
+    num_of, ranked = Counter[str](), list[tuple[int, int]]()
+    for place, wait in enumerate(waits):
+        is_named = wait.given_up_in_s is None or is_news(wait) or wait.what in _OF_EPISODES
+        num_of[wait.what] += 1
+        ranked.append((0 if is_named and num_of[wait.what] <= _MOST_OF_A_KIND else 1, place))
+    chosen = [waits[place] for _, place in sorted(ranked)[:most]]
+    more = num_of - Counter(one.what for one in chosen)
+    return ChosenWaits(chosen, dict(sorted(more.items())))

@@ -1,0 +1,50 @@
+"""What the page shows of a fleet's state, in a real browser; the test tells it in the manager's place."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.properties.hostile import play
+from tests.telemetry.test_account import write_journal
+from tests.unit.test_diagnosis import STATUS, WORKER
+from tests.unit.test_waits import fleet_of, wait
+from tests.web.pages import CHROMIUM, FLAGS, opened, served
+
+from polyrl.dashboard.watched import WatchedRun
+from polyrl.journal.files import FILE_NAME as JOURNAL
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-web")
+pytestmark = [
+    pytest.mark.web,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> WatchedRun:
+    """A live run without a manager."""
+    write_journal(tmp_path / JOURNAL, play(4, num_events=200))
+    return WatchedRun(tmp_path, live=True)
+
+
+def test_among_twenty_workers_waits_that_tell_something_are_seen_and_the_others_counted(browser: Any, run: WatchedRun):
+    workers = tuple(replace(WORKER, name=f"w{n}") for n in range(20))
+    waits = (*fleet_of(20), wait("pull", "w7", 90.0), wait("hand_over", "lease 12", 95.0), wait("turn", "episode 4/0"))
+    run.tell(replace(STATUS, workers=workers, waits=waits))
+    with served(run) as link, opened(browser, link) as seen:
+        told = seen.page.locator("section[aria-label=Waits]")
+        told.locator("table").wait_for()
+        shown = [one.split("\t")[:2] for one in told.locator("tbody tr").all_inner_texts()]
+        assert shown[:3] == [["pull", "w7"], ["hand over", "lease 12"], ["turn", "episode 4/0"]]
+        assert len(shown) == 12
+        assert told.locator("p").inner_text() == "and 31 more: 11 heartbeat, 20 stall"
