@@ -3,8 +3,8 @@
 A host takes a *seat* when it joins: a number never used again. It has places for as many episodes as its `slots`, holds
 no weights, and is paid from joining to leaving. Its driver says when it is gone.
 
-What a host claims is believed as it shows: it begins with few episodes, gets one more with every call that it makes,
-and half as many with every failure. A host that fails episodes which others play to their end is given up.
+A host's claim of slots is not taken at its word: a host begins with few episodes, gets one more with every call that it
+makes, and half as many after every failure. A host that fails episodes which others play to their end is given up.
 """
 
 from msgspec import Struct
@@ -57,8 +57,8 @@ class HostsState(Struct):
         return self.seats[seat]
 
     def choose(self, environment: str, failed_at: int = -1) -> Host | None:
-        """Return the host with the smallest share of its places taken, rather not the one where the episode failed;
-        None when all are full."""
+        """Return the host with the smallest share of its places taken, if possible not the one where the episode
+        failed; None when all are full."""
         able = [one for one in self.seats.values() if one.environment == environment and one.has_room]
         return min(
             able, key=lambda one: (one.seat == failed_at, len(one.episodes) / one.capacity, one.seat), default=None
