@@ -29,7 +29,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 9
+RULES = 10
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -54,6 +54,7 @@ RULES = 9
          theirs (leases.py); none is given back before it is known how fast the others are (devices.py); late news has
          nobody look again for workers of samples that failed (scheduler.py)
     9    a step's line tells adaptive factors (steps.py)
+    10   hosts that never played an episode to its end cost none while another may play it (episodes.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
