@@ -54,7 +54,8 @@ RULES = 10
          theirs (leases.py); none is given back before it is known how fast the others are (devices.py); late news has
          nobody look again for workers of samples that failed (scheduler.py)
     9    a step's line tells adaptive factors (steps.py)
-    10   hosts that never played an episode to its end cost none while another may play it (episodes.py)
+    10   hosts that never played an episode to its end cost none while another may play it (episodes.py); of places that
+         samples of a round wait for, every second one at most goes to what was asked (leases.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
