@@ -98,8 +98,8 @@ def _attribute_of(error: Exception, name: str) -> Any:
 
 
 def _change(own: Any, theirs: Any) -> None:
-    """Have a list, dict or set of the tests hold what a function that returned nothing has made of it. One that returns
-    something could otherwise pass by clearing what its result is compared with."""
+    """Have a list, dict or set of the tests hold what a function that returned nothing has made of it. Were it done
+    for others too, a result could be made right by clearing what it is compared with."""
     match own:
         case list() if type(theirs) is list:
             own[:] = theirs
