@@ -4,9 +4,9 @@ A host takes a *seat* when it joins: a number never used again. It has places fo
 no weights, and is paid from joining to leaving. Its driver says when it is gone.
 
 A host's claim of slots is not taken at its word: a host begins with few episodes, gets one more with every call that it
-makes, and half as many after every failure. A host that fails episodes which others play to their end is given up. Until
-a host has played one episode to its end, its word that an episode cannot be played costs nothing while another host may
-play it: a host's token allows joining under many names.
+makes, and half as many after every failure. A host that fails episodes which others play to their end is given up.
+Until a host has played one episode to its end, its word that an episode cannot be played costs nothing while another
+host may play it: a host's token allows joining under many names.
 """
 
 from msgspec import Struct
