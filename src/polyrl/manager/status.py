@@ -189,6 +189,7 @@ def _worker(session: WorkerSession, now: float) -> WorkerStatus:
         draft_rounds=0 if report is None else report.num_rounds,
         tokens_drafted=0 if report is None else report.num_drafted,
         tokens_accepted=0 if report is None else report.num_accepted,
+        local=facts.local,
     )
 
 

@@ -185,6 +185,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """Drafted tokens that stood: each saved its sample a step."""
     tokens_running: int = 0
     """The number of tokens so far of the samples that it runs."""
+    local: bool = False
+    """Whether it is the trainer's own, which is not drained."""
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 9
+RULES = 10
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; an unrequested hand-over and refused tokens count as no failure; one
@@ -54,6 +54,8 @@ RULES = 9
          device is given back before the speed of the others is known (devices.py); late news starts no new search for
          workers of failed samples (scheduler.py)
     9    a step's line tells adaptive factors (steps.py)
+    10   hosts that never played an episode to its end cost none while another may play it (episodes.py); of places that
+         samples of a round wait for, every second one at most goes to what was asked (leases.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")

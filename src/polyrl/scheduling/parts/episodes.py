@@ -11,13 +11,15 @@ Rules kept here:
 - A failure of the environment is never a zero: the episode is begun again, and in the end leaves its group.
 - A turn that is over its limit is held against the episode, unless its host hangs as a whole (turns.py): then the host
   is given up, and its episodes go on elsewhere.
+- What hosts that never played an episode to its end make of one is not held against it while another host may play it:
+  it goes to one that has (hosts.py).
 - An episode that is over time is scored with `timeout_reward` if it has an answer: the policy may be the cause, and an
   episode that is dropped is an exit that it learns. Without an answer it cannot be, and the episode has failed.
 """
 
 from typing import Literal
 
-from polyrl.ids import Seconds
+from polyrl.ids import SampleId, Seconds
 from polyrl.scheduling.core.commands import Abort, AnswerCall, ForgetHost, PlayEpisode, ReleaseHost
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import CallMade, CallRepeated, EpisodeEnded, HostDrainRequested, HostJoined, HostLeft
@@ -31,6 +33,8 @@ MAX_HOST_LOSSES = 10
 group. A long episode that gets on from host to host is not: machines die for reasons of their own."""
 _MAX_NAMES = 1000
 """Names of hosts that are remembered, beyond those that are there."""
+MANY_NAMES = 10
+"""The first rules that prefer hosts that have played: a stranger may join under as many names as it likes."""
 
 # Hosts
 
@@ -69,7 +73,7 @@ def drain(desk: Desk, event: HostDrainRequested, now: Seconds) -> None:
     if host is None or host.draining:
         desk.ledger.late_news += host is None
         return
-    host.draining = True
+    host.draining = desk.hosts_due = True
     desk.deadlines.set(("host_drain", host.seat), now + desk.config.environments.drain_timeout_s)
     if not host.episodes:
         desk.commands.append(ReleaseHost(host.name, event.reason))
@@ -86,6 +90,7 @@ def drain_is_over(desk: Desk, seat: int, now: Seconds) -> None:
 def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
     settle_host(host, desk.ledger, now)
     host.draining = False  # it is not released: it is gone
+    is_believed = _is_believed(desk, host)
     if host.episodes:
         desk.ledger.hosts[host.name].num_losses += 1
     for sample_id in list(host.episodes):
@@ -93,7 +98,9 @@ def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
         round_ = desk.round_of(sample)
         _take_back(desk, sample, round_, why, now)
         hosting.leave(desk, sample, now)
-        sample.num_losses += 1
+        sample.num_losses += is_believed
+        if not is_believed:
+            sample.failed_at = host.seat
         if sample.num_losses >= MAX_HOST_LOSSES:
             _give_up(desk, sample, round_, "all of its hosts were lost", now)
         else:
@@ -101,6 +108,11 @@ def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
     desk.deadlines.clear(("host_drain", host.seat))
     del desk.hosts.seats[host.seat]
     del desk.hosts.by_name[host.name]
+    desk.hosts_due = True
+
+
+def _is_believed(desk: Desk, host: Host) -> bool:
+    return desk.state.rules < MANY_NAMES or desk.hosts.is_believed(host)
 
 
 def _forget_names(desk: Desk) -> None:
@@ -127,17 +139,33 @@ def host_waiting(desk: Desk, now: Seconds) -> None:
 
 def _host_domain(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
     waiting, environment = round_.unhosted[domain], desk.environment_of(domain)
+    wants_sound: list[SampleId] = []
+    """Those that failed and wait for a host whose word counts: others are begun before them."""
     while waiting:
         sample = desk.samples.get(waiting[-1])
         if sample is None or sample.state != "unhosted":
             waiting.pop()
             continue
-        host = desk.hosts.choose(environment, sample.failed_at)
-        if host is None:
-            return
+        is_doubtful = is_in_doubt(desk, sample)
+        host = None if is_doubtful and wants_sound else choose_host(desk, sample, environment)
+        if host is None and not is_doubtful:
+            break
         waiting.pop()
+        if host is None:
+            wants_sound.append(sample.id)
+            continue
         round_.num_unhosted -= 1
         _begin(desk, sample, round_, host, now)
+    waiting += reversed(wants_sound)
+
+
+def is_in_doubt(desk: Desk, sample: TrackedSample) -> bool:
+    """Return whether an episode has failed, or went with a host that nobody knows yet."""
+    return sample.failed_at >= 0 and desk.state.rules >= MANY_NAMES
+
+
+def choose_host(desk: Desk, sample: TrackedSample, environment: str) -> Host | None:
+    return desk.hosts.choose(environment, sample.failed_at, sound=is_in_doubt(desk, sample))
 
 
 def _begin(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
@@ -238,6 +266,8 @@ def episode_ended(desk: Desk, event: EpisodeEnded, now: Seconds) -> None:
         _failed(desk, sample, round_, host, now)
         return
     _cut(desk, sample, event.num_tokens, "abandoned")
+    if event.outcome == "scored":
+        host.is_proven, host.num_failed = True, 0
     host.num_faults = 0
     _blame(desk, sample, host, now)
     _scored(desk, sample, event.outcome, now)
@@ -328,8 +358,9 @@ def _scored(desk: Desk, sample: TrackedSample, outcome: EpisodeOutcome, now: Sec
 def _failed(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
     ended = desk.ledger.episodes_ended
     ended["failed"] = ended.get("failed", 0) + 1
-    sample.num_faults += 1
+    sample.num_faults += _is_believed(desk, host)
     sample.failed_at = host.seat
+    host.num_failed += 1
     host.earned = max(1, host.earned // 2)
     if sample.num_faults >= desk.config.environments.max_attempts:
         _give_up(desk, sample, round_, "its environment failed", now)

@@ -18,6 +18,8 @@ from polyrl.scheduling.parts import failures, hosting
 from polyrl.scheduling.rules.staleness import oldest_version
 
 _ANY_VERSION = Version(0)
+_ALTERNATES = 10
+"""The first rules by which clients that ask without a pause leave rounds half of the places."""
 _MOST_PASSED = 256
 """Episodes that are placed before the first in line is given to another worker than its own, and computed again."""
 _MORE_THAN_WERE_LOST = 1_000_000
@@ -29,7 +31,7 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
     if desk.state.paused:
         return
     desk.failed_wait = False
-    if desk.asked.num_waiting:
+    if desk.asked.num_waiting and _asked_goes_first(desk):
         _place_asked(desk, now)
     level = local_level(desk)
     if level < math.inf:
@@ -39,6 +41,17 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
         desk.router.cap(math.inf, local)
     else:
         _place_rounds(desk, now)
+    if desk.asked.num_waiting and desk.state.rules >= _ALTERNATES:
+        _place_asked(desk, now, is_rest=True)
+
+
+def _asked_goes_first(desk: Desk) -> bool:
+    """Return whether what was asked goes before rounds: not where it had the last place that a round waited for."""
+    return desk.state.rules < _ALTERNATES or not desk.asked.num_passed or not _has_waiting(desk)
+
+
+def _has_waiting(desk: Desk) -> bool:
+    return any(one.num_waiting for one in desk.rounds.values())
 
 
 def local_level(desk: Desk) -> float:
@@ -98,9 +111,14 @@ def _instead(desk: Desk, round_: Round, sample: TrackedSample, seat: int) -> Tra
     return sample
 
 
-def _place_asked(desk: Desk, now: Seconds) -> None:
-    """Place asked samples: any version may write them, but not the trainer's own devices (asking.py)."""
+def _place_asked(desk: Desk, now: Seconds, *, is_rest: bool = False) -> None:
+    """Place asked samples: any version may write them, but not the trainer's own devices (asking.py).
+
+    While samples of a round wait, one asked sample is placed after each of theirs; `is_rest`: the places left are of no
+    use to a round.
+    """
     asked, router = desk.asked, desk.router
+    alternates = desk.state.rules >= _ALTERNATES and not is_rest and _has_waiting(desk)
     if asked.failed:
         _place_failed(desk, asked, now)
     while asked.num_waiting > len(asked.failed):
@@ -110,6 +128,9 @@ def _place_asked(desk: Desk, now: Seconds) -> None:
         if worker is None:
             return
         _grant(desk, sample, group, asked, worker, now)
+        if alternates:
+            asked.num_passed = 1
+            return
     asked.fresh.clear()
     asked.resumed.clear()
 
@@ -183,6 +204,8 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     worker.num_granted += 1
     round_.num_waiting -= 1
     round_.num_leased += 1
+    if round_ is not desk.asked:
+        desk.asked.num_passed = 0
     desk.router.update(worker)
     why = "with its siblings" if group.prefix_worker == seat else "least loaded"
     group.prefix_worker = seat
