@@ -7,6 +7,8 @@ Left out: what a process does until its modules are imported; tests of that star
 `python -m tests.warm DESCRIPTOR` is the process that forks, one for each process of pytest. It ends with its socket.
 """
 
+import atexit
+import contextlib
 import functools
 import importlib
 import json
@@ -39,14 +41,20 @@ _LARGEST = 1 << 18
 @functools.cache
 def _forks() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
+    for one in (ours, theirs):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
     with theirs:
-        subprocess.Popen(
+        forks = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=ROOT,
             start_new_session=True,
         )  # fmt: skip
+
+    def end() -> None:
+        ours.close()
+        forks.wait(10)
+
+    atexit.register(end)
     return ours
 
 
@@ -112,10 +120,10 @@ def run_warm(
 def main(descriptor: int) -> None:
     for name in WARM:
         importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as tests:
         while True:
             wanted, descriptors, _, _ = socket.recv_fds(tests, _LARGEST, 3)
+            _reap()
             if not wanted:
                 return
             if os.fork() == 0:
@@ -125,8 +133,13 @@ def main(descriptor: int) -> None:
                 os.close(one)
 
 
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def _parent(wanted: bytes, output: int, errors: int, tells: int) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if (pid := os.fork()) == 0:
         os.close(tells)
         arguments, folder, environment = json.loads(wanted)
