@@ -71,7 +71,10 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
             assert code == 200 and len(told["x"]) == len(told["columns"]["nothing"])
             assert (await get(session, "sample", step=3, name="1/0"))[1]["reward"] == 0.25
             rows = (await get(session, "timeline"))[1]["rows"]
-            sample = next(lease[2] for row in rows for lease in row["leases"])
+            name = next(row["name"] for row in rows if row["num_leases"])
+            opened = next(row for row in (await get(session, "timeline", open=name))[1]["rows"] if row["name"] == name)
+            assert len(opened["leases"]) == opened["num_leases"]
+            sample = opened["leases"][0][2]
             assert (await get(session, "story", sample=sample))[1][0].startswith(f"sample {sample}: ")
             assert (await get(session, "prompt", domain=0, prompt=0))[0] == 200
             had = (await get(session, "fleet", first=1, most=2))[1]

@@ -66,7 +66,7 @@ def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
         ),
         (
             {"duty": "to_training"}, [wait("switch")],
-            "w1's devices change hands (to_training)", "in 5.0 s at the latest",
+            "w1's devices change hands (to training)", "in 5.0 s at the latest",
         ),
         (
             {"connected": False, "last_heard_s": 2.0, "running": 1}, [wait("heartbeat")],

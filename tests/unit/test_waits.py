@@ -1,11 +1,13 @@
 """Of thousands of waits, those that tell something are shown, and the others are counted."""
 
 from collections import Counter
+from typing import get_args
 
 from tests.unit.played import Manager
 
 from polyrl.manager.status import status
-from polyrl.run.waits import choose
+from polyrl.run.waits import _NAMED, ENDED_BY, choose
+from polyrl.scheduling.core.deadlines import WaitName
 from polyrl.wire.control import WaitStatus
 
 ALWAYS = ("heartbeat", "stall", "seed", "balance")
@@ -58,3 +60,7 @@ def test_deadlines_that_always_run_have_an_age(tmp_path):
                 assert one.age_s is not None and 0.0 <= one.age_s <= manager.lobby.now(), one
     assert {"heartbeat", "stall", "balance"} <= seen.keys()
     manager.service.close()
+
+
+def test_every_wait_says_what_ends_it():
+    assert ENDED_BY.keys() == {*get_args(WaitName), *_NAMED}

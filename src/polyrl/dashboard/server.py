@@ -161,7 +161,8 @@ class DashboardServer:
         run = self._run(request)
         from_s, to_s = _number(request, "from") or 0.0, _number(request, "to") or 0.0
         first, most = _integer(request, "first", 0, 0, 1 << 20), _integer(request, "most", 50, 1, _MAX_ROWS)
-        found = await self._in_thread(lambda: run.follower.window(from_s, to_s, first, most))
+        opened = _text(request, "open")
+        found = await self._in_thread(lambda: run.follower.window(from_s, to_s, first, most, opened))
         return _json({**found._asdict(), "rows": [row._asdict() for row in found.rows]})
 
     async def _story(self, request: web.Request) -> web.StreamResponse:

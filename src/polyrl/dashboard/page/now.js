@@ -40,9 +40,9 @@ export function open(place, state) {
       const status = now.status;
       redraw(cards,
         card("step", now.last_step === null ? "–" : number(now.last_step), now.last_step === null ? "none is trained yet" : `${number(now.last_step + 1)}${now.steps_wanted ? ` of ${number(now.steps_wanted)}` : ""} trained`),
-        card("reward", number(now.headlines.reward), "mean of the last step"),
-        card("seconds a step", number(now.headlines.time), `${number(now.headlines["tok/s"])} tokens/s trained`),
-        card("answer length", number(now.headlines.len), `longest ${number(now.headlines.longest)}`),
+        card("reward", number(now.headlines.reward), now.headlines.reward === undefined ? "" : "mean of the last step"),
+        card("seconds a step", number(now.headlines.time), now.headlines["tok/s"] === undefined ? "" : `${number(now.headlines["tok/s"])} tokens/s trained`),
+        card("answer length", number(now.headlines.len), now.headlines.longest === undefined ? "" : `longest ${number(now.headlines.longest)}`),
         card("workers", status ? number(status.num_workers) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
         card("spent", dollars(now.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
       );
@@ -59,8 +59,8 @@ export function open(place, state) {
       redraw(time, ...timeOf(now.time));
       redraw(findings, ...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
       redraw(rounds, ...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
-      redraw(waits, status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.map((one) => [
-        one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
+      redraw(waits, status ? table("Waits", ["for", "of", "so far#", "ended by", "at the latest in#"], status.waits.map((one) => [
+        one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.ended_by, one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
       ])) : "", others(status?.more_waits ?? {}));
       drawCurve(run, now.steps);
     },
@@ -86,7 +86,8 @@ function timeOf(parts) {
     piece.style.flexGrow = String(100 * one.share);
     return piece;
   }));
-  return [h("h2", {}, "Where the trainer's time goes"), bar, h("div", { class: "legend" }, some.map((one) => h("span", {}, h("i", { class: `u-${one.name.replace(" ", "-")}` }),
+  const total = parts.reduce((sum, one) => sum + one.seconds, 0);
+  return [h("h2", {}, "Where the trainer's time goes ", h("span", { class: "note" }, `of the last ${seconds(total)}`)), bar, h("div", { class: "legend" }, some.map((one) => h("span", {}, h("i", { class: `u-${one.name.replace(" ", "-")}` }),
     `${one.words} ${Math.round(100 * one.share)}% · ${seconds(one.seconds)}${one.usd >= 0.005 ? ` · ${dollars(one.usd)}` : ""}`)))];
 }
 

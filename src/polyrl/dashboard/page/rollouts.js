@@ -26,7 +26,7 @@ export function open(place, state) {
   const earlier = h("button", { type: "button", onclick: () => move(-1) }, "‹ earlier step");
   const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
   const newest = h("button", { type: "button", onclick: () => { fields.step.value = ""; chosen = null; load(true); } }, "newest step »");
-  const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later, newest);
+  const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), h("span", { class: "steps" }, earlier, later, newest));
   const summary = h("p", { class: "quiet", role: "status" }, "Reading the answers …");
   const list = h("div", { class: "list", role: "group", "aria-label": "Answers" });
   const detail = h("div", { class: "detail" });
@@ -83,7 +83,8 @@ export function open(place, state) {
         group = of;
         const asked = row.prompt_number === null ? "" : ` · prompt ${row.prompt_number}${row.task ? ` of ${row.task}` : ""}`;
         nodes.push(h("div", { class: "group" }, `group ${of}`, shown(asked), " ",
-          row.prompt_number === null ? null : h("a", { href: "#", onclick: (event) => { event.preventDefault(); across(row); } }, "all steps")));
+          row.prompt_number === null ? null : h("a", { href: "#", onclick: (event) => { event.preventDefault(); across(row); } }, "all steps"),
+          h("span", { class: "snip" }, shown(row.prompt_end.replaceAll("\n", "⏎")))));
       }
       nodes.push(rowButton(row));
     }
@@ -120,7 +121,7 @@ export function open(place, state) {
     const story = sample.story ? h("button", { type: "button", onclick: () => tell(sample.story) }, "why it took so long") : null;
     const prompt = sample.prompt_number === null ? null : h("button", { type: "button", onclick: () => across(sample) }, "this prompt in all steps");
     const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name.length > 80 ? `${name.slice(0, 80)}…` : name), " ", number(value)));
-    const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : null;
+    const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : colouring === "logprob" ? HEAT() : null;
     const origin = h("div", { class: "origin" });
     if (sample.prompt_number !== null) get("row", { run: state.run, domain: sample.domain, prompt: sample.prompt_number }).then((row) => origin.replaceChildren(...rowOf(row)), () => {});
     detail.replaceChildren(
@@ -216,7 +217,8 @@ function drawSpan(span, sample, colouring, numSpans) {
   return h("div", { class: "span drawn", "data-who": who }, tokens, rest);
 }
 
-const heat = (logprob) => (logprob === undefined || logprob > -0.5 ? "" : `l${Math.min(5, 1 + Math.floor(-logprob / 1.5))}`);
+const heat = (logprob) => (logprob === undefined || logprob === null || logprob > -0.5 ? "" : `l${Math.min(5, 1 + Math.floor(-logprob / 1.5))}`);
+const HEAT = () => h("span", { class: "legend" }, "probability below ", ["61%", "22%", "5%", "1%", "0.2%"].map((most, place) => h("span", { class: `l${place + 1}` }, most))); // as heat() has it
 const groupOf = (writer, colouring) => (colouring === "version" ? `version ${writer.version}` : writer.worker || writer.engine);
 const writerGroups = (sample, colouring) => [...new Set(sample.writers.map((writer) => groupOf(writer, colouring)))];
 const writers = (sample, colouring) => h("span", { class: "legend" }, writerGroups(sample, colouring).map((name, place) => h("span", { class: `k${place % 8}` }, shown(name))));

@@ -3,10 +3,10 @@
 A host takes a *seat* when it joins: a number never used again. It has places for as many episodes as its `slots`, holds
 no weights, and is paid from joining to leaving. Its driver says when it is gone.
 
-What a host claims is believed as it shows: it begins with few episodes, gets one more with every call that it makes,
-and half as many with every failure. A host that fails episodes which others play to their end is given up. Until it has
-played one to its end itself, its word that an episode cannot be played costs nothing while another host may: whoever
-has a host's token can join under many names.
+A host's claim of slots is not taken at its word: a host begins with few episodes, gets one more with every call that it
+makes, and half as many after every failure. A host that fails episodes which others play to their end is given up.
+Until a host has played one episode to its end, its word that an episode cannot be played costs nothing while another
+host may play it: a host's token allows joining under many names.
 """
 
 from msgspec import Struct
@@ -63,8 +63,8 @@ class HostsState(Struct):
         return self.seats[seat]
 
     def choose(self, environment: str, failed_at: int = -1, *, sound: bool = False) -> Host | None:
-        """Return the host with the smallest share of its places taken, rather not the one where the episode failed;
-        None when all are full. `sound`: one of those whose word counts most, as far as it is known."""
+        """Return the host with the smallest share of its places taken, if possible not the one where the episode
+        failed; None when all are full. `sound`: one of those whose word counts most, as far as it is known."""
         there = [one for one in self.seats.values() if one.environment == environment and not one.draining]
         if sound:
             proven = [one for one in there if one.is_proven]

@@ -7,7 +7,7 @@
 Rules kept here:
 - An episode holds a place at its host from its beginning to its end, and a place at a worker only during a call.
 - Its drawn tokens are kept when its host is lost: the driver answers the calls of the next attempt from them, for as
-  long as their prompts are the same, and says at the first that differs from which token on they are in vain.
+  long as their prompts are the same, and says at the first that differs from which token on they are unused.
 - A failure of the environment is never a zero: the episode is begun again, and in the end leaves its group.
 - A turn that is over its limit is held against the episode, unless its host hangs as a whole (turns.py): then the host
   is given up, and its episodes go on elsewhere.
@@ -116,7 +116,7 @@ def _is_believed(desk: Desk, host: Host) -> bool:
 
 
 def _forget_names(desk: Desk) -> None:
-    """Keep few names of hosts that left: a peer could join under one new name after the other for ever."""
+    """Keep few names of hosts that left: a peer could join under ever new names."""
     hosts, lines = desk.hosts, desk.ledger.hosts
     if len(lines) <= _MAX_NAMES + len(hosts.by_name):
         return
@@ -129,7 +129,7 @@ def _forget_names(desk: Desk) -> None:
 
 
 def host_waiting(desk: Desk, now: Seconds) -> None:
-    """Begin episodes for which a host has room, those of earlier rounds first."""
+    """Begin episodes for which a host has room, earlier rounds first."""
     if desk.state.paused:
         return
     for round_ in desk.rounds.values():
@@ -188,7 +188,7 @@ def _play(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> Non
 
 
 def _find(desk: Desk, event: CallMade | CallRepeated | EpisodeEnded) -> TrackedSample | None:
-    """Return the episode that the news is of; None if another attempt is under way, or none."""
+    """Return the episode of a host's message; None if another attempt, or no attempt, is under way."""
     sample = desk.samples.get(event.sample)
     if sample is None or sample.host < 0 or sample.attempt != event.attempt:
         desk.ledger.late_news += 1
@@ -221,7 +221,7 @@ def call_made(desk: Desk, event: CallMade, now: Seconds) -> None:
 
 
 def call_repeated(desk: Desk, event: CallRepeated, now: Seconds) -> None:
-    """An environment that was begun again has made a call of before, and has its answer: its next turn begins."""
+    """Take in that a restarted environment has repeated an earlier call and got its answer: its next turn begins."""
     sample = _find(desk, event)
     if sample is None or sample.state != "playing":
         desk.ledger.late_news += sample is not None
@@ -231,7 +231,7 @@ def call_repeated(desk: Desk, event: CallRepeated, now: Seconds) -> None:
 
 
 def _moved(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """The environment has made a call: its turn is over, and its host is trusted with one more."""
+    """Take in an environment's call: its turn is over, and its host is trusted with one more episode."""
     host = desk.hosts.seats[sample.host]
     turns.end(desk, sample, host, now)
     if host.earned < host.slots:
@@ -240,7 +240,7 @@ def _moved(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
 
 
 def call_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """The policy has answered a call: its host has the move."""
+    """Take in the policy's answer to a call: the host has the move."""
     round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     worker = leases.end_lease(desk, sample, round_, now)
     sample.writer = worker.seat
@@ -274,7 +274,7 @@ def episode_ended(desk: Desk, event: EpisodeEnded, now: Seconds) -> None:
 
 
 def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
-    """Hold it against the host where the episode failed that another one played it to its end."""
+    """Hold a failed episode against its host when another host has played it to its end."""
     guilty = desk.hosts.seats.get(sample.failed_at)
     sample.failed_at = -1
     if guilty is None or guilty is host:
@@ -287,7 +287,7 @@ def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
 
 
 def time_is_up(desk: Desk, sample: TrackedSample, wait: Literal["turn", "episode"], now: Seconds) -> None:
-    """An episode took too long, or an environment's turn: then the host hangs, or this episode does."""
+    """Act on a limit that is over: an episode's, or a turn's, which means a hanging host or a hanging episode."""
     if wait == "episode":
         _over_time(desk, sample, _why_too_long(desk, sample), now)
         return
@@ -315,7 +315,7 @@ def _limit(desk: Desk, sample: TrackedSample) -> str:
 
 
 def _over_time(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None:
-    """An episode, or its environment's move, took too long."""
+    """End an episode that took too long itself, or whose environment's turn did."""
     round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     num_tokens = sample.call_start  # what complete calls have drawn
     _take_back(desk, sample, round_, why, now)

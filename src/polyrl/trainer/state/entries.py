@@ -1,7 +1,7 @@
 """The samples that a step was trained on, as a file: an entry of the redo log, and later a page of the run's samples.
 
     RUN/checkpoints/redo/step-000012     while a resumed run may have to train the step again (redo.py)
-    RUN/samples/step-000012              after that, for people who look at answers (`polyrl samples`)
+    RUN/samples/step-000012              after that, for `polyrl samples`
 
 Rules kept here: a file is verified when it is read. An entry that is no longer needed for training is moved; it is
 copied only if the samples are on another disk. When all samples together exceed their limit, the oldest are removed.
