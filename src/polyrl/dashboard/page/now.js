@@ -21,7 +21,7 @@ export function open(place, state) {
   async function drawCurve(run, steps) {
     if (steps === drawn || steps === 0) return;
     drawn = steps;
-    const told = await get("series", { run, names: "reward/mean,time/step_total", x: "step" });
+    const told = await get("series", { run, name: ["reward/mean", "time/step_total"], x: "step" });
     const name = told.columns["reward/mean"].some((value) => value !== null) ? "reward/mean" : "time/step_total";
     const label = name === "reward/mean" ? "Mean reward" : "Seconds a step", lines = [{ label, values: told.columns[name] }];
     if (chart && title.textContent === label) {

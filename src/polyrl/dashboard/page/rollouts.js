@@ -123,7 +123,7 @@ export function open(place, state) {
     const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name.length > 80 ? `${name.slice(0, 80)}…` : name), " ", number(value)));
     const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : colouring === "logprob" ? HEAT() : null;
     const origin = h("div", { class: "origin" });
-    if (sample.prompt_number !== null) get("row", { run: state.run, domain: sample.domain, prompt: sample.prompt_number }).then((row) => origin.replaceChildren(...rowOf(row)), () => {});
+    if (sample.prompt_number !== null) fillOrigin(origin, sample);
     detail.replaceChildren(
       h("div", { class: "top" },
         h("b", { class: `reward ${paid(sample.reward)}` }, sample.reward === null ? "not scored" : `reward ${number(sample.reward, 4)}`), parts,
@@ -134,6 +134,15 @@ export function open(place, state) {
         sample.sequences.length > 1 ? h("h2", {}, `training sequence ${place + 1} of ${sample.sequences.length}`) : null,
         spans.map((span) => drawSpan(span, sample, colouring, spans.length)),
       ])));
+  }
+
+  /** The row is asked for until the data is read, which the server waits for; or until something else is looked at. */
+  async function fillOrigin(origin, sample) {
+    let row;
+    do {
+      row = await get("row", { run: state.run, domain: sample.domain, prompt: sample.prompt_number }).catch(() => null);
+      if (row) origin.replaceChildren(...rowOf(row));
+    } while (row?.is_coming && origin.isConnected);
   }
 
   function compare(left, right) {
