@@ -183,8 +183,7 @@ def _why(name: str, around: WaitingContext) -> tuple[str, str]:
         case "no worker":
             return _of_no_worker(around.status), worker
         case "environments":
-            why = "environments have the move: tools, games or graders of episodes"
-            return why, "another host, or a larger environments.slots, plays more at once; see what tools wait for"
+            return _of_environments(around)
         case "validates":
             every = around.validation_every
             when = "" if not every else "after every step, " if every == 1 else f"after every {every} steps, "
@@ -212,6 +211,22 @@ def _of_rewards(around: WaitingContext) -> tuple[str, str]:
         "raise rewards.processes, start reward workers on other machines (polyrl worker --rewards), or make the "
         "function quicker"
     )
+
+
+def _of_environments(around: WaitingContext) -> tuple[str, str]:
+    why = "environments have the move: tools, games or graders of episodes"
+    told = [] if around.status is None else around.status.environments
+    slow = max(told, key=lambda one: one.turn_p50_s or 0.0, default=None)
+    if slow is not None and slow.turn_p50_s is not None and slow.turn_p99_s is not None:
+        why += (
+            f"; half of the turns of {slow.name} take longer than {show_seconds(slow.turn_p50_s)}, "
+            f"one in a hundred longer than {show_seconds(slow.turn_p99_s)}"
+        )
+    more = "another host, or a larger environments.slots, plays more at once"
+    if waiting := sum(one.waiting for one in told):
+        return why, f"{more}: {waiting:,} episodes wait for a place; see what tools wait for"
+    meanwhile = "" if around.is_async else '; train.mode = "async" trains meanwhile'
+    return why, f"see what its tools wait for, and make them quicker{meanwhile}; where a host's core is busy, {more}"
 
 
 def _of_last_answers(around: WaitingContext) -> tuple[str, str]:

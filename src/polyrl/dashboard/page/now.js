@@ -74,7 +74,7 @@ const problem = (kind, name, one, isNew) => h("div", { class: kind, role: isNew 
 /** Waits without a line: deadlines that always run, most of them. */
 function others(more) {
   const kinds = Object.entries(more), num = kinds.reduce((sum, [, count]) => sum + count, 0);
-  return num ? h("p", { class: "quiet" }, `and ${number(num)} more: ${kinds.map(([what, count]) => `${number(count)} ${what.replaceAll("_", " ")}`).join(", ")}`) : "";
+  return num ? h("p", { class: "quiet" }, `and ${number(num)} more: ${kinds.map(([what, count]) => `${number(count)} for ${what.replaceAll("_", " ")}`).join(", ")}`) : "";
 }
 
 /** Where the trainer's time of the newest steps went, as a bar and in words. */
