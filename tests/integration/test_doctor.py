@@ -304,13 +304,17 @@ def test_a_run_that_waited_for_rewards_is_told_so_and_the_function_named(tmp_pat
     (tmp_path / LIVE_FOLDER).mkdir()
     (tmp_path / "sim" / FILE_NAME).rename(tmp_path / LIVE_FOLDER / f"{EVENTS}-000001.bin")
     (tmp_path / "recipe.toml").write_text('[train]\nsteps = 2\n[data]\nreward = "mine:slow"\n')
-    lines = [json.dumps({**step(idle__trainer_share=0.9), "step": number}) for number in range(2)]
+    stale = {"staleness/mean": 9.0}
+    lines = [json.dumps({**step(idle__trainer_share=0.9), **stale, "step": number}) for number in range(2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "of the trainer's time goes to waiting for rewards\n    why: answers are written sooner" in out
     assert "the reward function mine:slow scores them" in out
     assert "writing is what takes long" not in out
+    assert "alarm: stale data: tokens trained on are 9.0 versions old" in out
+    assert main(["doctor", str(tmp_path), "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)["alarms"]] == ["stale data"]
 
 
 def test_doctor_prints_the_command_with_which_a_worker_joins(tmp_path: Path, capsys):
