@@ -3,6 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +34,7 @@ from polyrl.config.recipe_files import load_recipe
 from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER
 from polyrl.manager import status
 from polyrl.run.checkpoints import write_recipe
-from polyrl.run.diagnosis import diagnose
+from polyrl.run.diagnosis import diagnose, diagnose_stopped
 from polyrl.run.findings import Diagnosis
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules
@@ -196,6 +200,20 @@ def test_the_command_says_it_in_text_and_in_json(tmp_path: Path, capsys, monkeyp
         assert [set(one) for one in tree["findings"]] == [{"what", "then", "do", "needs_help", "stalls"}]
     assert main(where) == 2
     assert "if the run was killed: polyrl train --resume RUN_DIR" in capsys.readouterr().err
+
+
+def test_a_manager_whose_process_is_stopped_is_named_at_once(tmp_path: Path, capsys):
+    words = [sys.executable, "-m", "polyrl", "manager", "--run-dir", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and "manager:" in process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert main(["doctor", str(tmp_path)]) == 1
+            assert f"let it go on: kill -CONT {process.pid}" in capsys.readouterr().out
+        finally:
+            process.kill()
+    assert diagnose_stopped(tmp_path) is None
 
 
 def step(**metrics: float) -> dict[str, Any]:

@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     run_dir = None if args.run_dir is None else Path(args.run_dir)
     steps = [] if run_dir is None else diagnosis.read_steps(run_dir)
     told: tuple[Status, ...] = ()
-    if run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
+    if run_dir is not None and (stopped := diagnosis.diagnose_stopped(run_dir)) is not None:
+        found = stopped
+    elif run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
         told = _look_twice(args)
         found = diagnosis.diagnose(*told, shlex.quote(args.run_dir or "RUN_DIR"))
     else:

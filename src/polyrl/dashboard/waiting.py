@@ -179,7 +179,7 @@ def _why(name: str, around: WaitingContext) -> tuple[str, str]:
             why = "all answers of the round are being written: the fleet's pace is the limit"
             return why, worker if around.is_async else f'{worker}; or train.mode = "async" trains meanwhile'
         case "places":
-            return "there are more samples than places on workers", worker
+            return _of_places(around.status), f"{worker}; or give each more slots, if its memory allows"
         case "no worker":
             return _of_no_worker(around.status), worker
         case "environments":
@@ -243,6 +243,17 @@ def _of_last_answers(around: WaitingContext) -> tuple[str, str]:
     do = [] if around.packs_tails else ["rounds.tail_batching packs the longest answers into rare long rounds"]
     do += [] if around.is_async else ['train.mode = "async" trains meanwhile']
     return why, "; ".join([*do, "a lower rollout.max_new_tokens cuts them off"])
+
+
+def _of_places(status: Status | None) -> str:
+    why = "there are more samples than places on workers"
+    if status is None or not status.workers:
+        return why
+    places, num = (
+        sum(one.slots for one in status.workers if not one.local),
+        sum(not one.local for one in status.workers),
+    )
+    return f"{why}: {places:,} places on {num:,} {'worker' if num == 1 else 'workers'}"
 
 
 def _of_no_worker(status: Status | None) -> str:

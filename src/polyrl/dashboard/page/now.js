@@ -103,5 +103,5 @@ function round(one, deferred) {
     h("p", { class: "quiet" }, `samples: ${one.samples_waiting} waiting, ${one.samples_running} running, ${one.samples_generated} generated`,
       deferred ? `; ${number(deferred)} prompts are deferred to a long round` : "",
       one.episodes_playing || one.episodes_unhosted ? `; episodes: ${one.episodes_playing} with their environment, ${one.episodes_unhosted} without a host` : "",
-      one.longest_on ? `; the longest has ${number(one.longest_tokens)} tokens, on ${plain(one.longest_on)}` : ""));
+      one.longest_tokens ? `; the longest has ${number(one.longest_tokens)} tokens, on ${plain(one.longest_on)}` : ""));
 }
