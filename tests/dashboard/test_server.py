@@ -67,8 +67,8 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
                 assert code == 200 and told, name
             spent = (await get(session, "ledger"))[1]
             assert sum(sum(one.values()) for one in spent["dollars"].values()) == pytest.approx(spent["usd"]["total"])
-            code, told = await get(session, "series", names="time/step_total,nothing", x="seconds")
-            assert code == 200 and len(told["x"]) == len(told["columns"]["nothing"])
+            code, told = await get(session, "series", name=["time/step_total", "own/a,b"], x="seconds")
+            assert code == 200 and len(told["x"]) == len(told["columns"]["own/a,b"])
             assert (await get(session, "sample", step=3, name="1/0"))[1]["reward"] == 0.25
             rows = (await get(session, "timeline"))[1]["rows"]
             name = next(row["name"] for row in rows if row["num_leases"])
@@ -303,3 +303,16 @@ def test_a_page_that_reads_nothing_of_its_stream_is_cut_off():
         await runner.cleanup()
 
     asyncio.run(scenario())
+
+
+def test_what_is_no_http_is_refused_and_leaves_no_traceback(path: Path, caplog: pytest.LogCaptureFixture):
+    async def scenario():
+        async with dashboard(path) as session:
+            port = session._base_url.port  # type: ignore[union-attr]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /dash/?run=\xd9\xa3 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            writer.close()
+
+    asyncio.run(scenario())
+    assert caplog.records == []

@@ -376,3 +376,10 @@ def test_a_frame_that_claims_to_be_large_takes_no_time_and_one_that_claims_too_m
     assert time.monotonic() - began < 5.0
     with pytest.raises(JournalError, match="a length of 4,000,000,000 bytes; expected at most"):
         read_records(begin + head(4_000_000_000), "it")
+
+
+def test_no_record_comes_after_the_end_of_time():
+    begin = encode_header(SchedulerConfig(domains=(DomainData(name="d", prompts_per_step=1, num_prompts=1),)))
+    _, records = read_records(begin + encode_record(1e308, TimePassed(), []), "it")
+    with pytest.raises(JournalError, match="time goes from -inf to 1e"):
+        list(records)

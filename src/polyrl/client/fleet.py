@@ -565,7 +565,7 @@ class Fleet:
 
     async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
         rules = self._config.rewards
-        sample = _sample(one.answer, one.origin)._replace(limit_s=one.timeout_s if rules.adaptive else 0.0)
+        sample = _sample(one.answer, one.origin, one.timeout_s if rules.adaptive else 0.0)
         outcome: frames.RewardOutcome = "scored"
         result = RewardResult(0.0)
         limit = asyncio.timeout(max(one.timeout_s, rules.wall_s))
@@ -663,12 +663,12 @@ def _add_rewards(group: Group, added: Sequence[RewardResult | None]) -> Group:
     return group._replace(samples=tuple(samples))
 
 
-def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
+def _sample(text: frames.SamplePayload, origin: Origin, limit_s: float = 0.0) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
-    calls = _calls(text.calls, tokens)
-    read = Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
-    return read._replace(own=text.own)
+    calls = _calls(text.calls, tokens) if text.calls else ()
+    said = text.segments, text.finish, text.reward
+    return Sample(text.sample, tokens, logprobs, *said, origin, text.parts, calls, limit_s, text.own)
 
 
 def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[EpisodeCall, ...]:

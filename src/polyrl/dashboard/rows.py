@@ -29,6 +29,8 @@ class TaskRow(NamedTuple):
     """The row's columns as text."""
     trouble: str = ""
     """Why the row is not there; empty: it is."""
+    is_coming: bool = False
+    """Whether the data is being read: it may be asked for again."""
 
 
 class TaskRows:
@@ -49,7 +51,7 @@ class TaskRows:
                 self._thread.start()
         self._thread.join(self._patience_s)
         if self._thread.is_alive():
-            return TaskRow(trouble="the data is being read; choose the answer again in a moment")
+            return TaskRow(trouble="the data is being read …", is_coming=True)
         if self._trouble:
             return TaskRow(trouble=self._trouble)
         if domain >= len(self._sources) or prompt >= self._sources[domain].num_prompts:

@@ -44,6 +44,8 @@ _LEDGER_REST = 20.0
 _DIGITS_OR_TEXT = re.compile(r"\d+|\D+")
 _SAME_S = 0.5
 """Pages that ask within this time are told the same."""
+_ANSWERS_S = 20.0
+"""The time for a first look at answers, which waits for a tokenizer."""
 _MAX_SERIES = 64
 _MOST_WAITS = 12
 
@@ -141,6 +143,14 @@ class WatchedRun:
             return None
         steps = [{"reward/mean": value} for value in self.curves.column("reward/mean")]
         return diagnose_remains(self.path, steps)
+
+    def raised(self) -> list[alarms.Alarm]:
+        """Return the alarms of this moment, after the newest answers were looked at."""
+        self.now()
+        if self._reader is not None:
+            self._reader.join(_ANSWERS_S)
+        with self._lock:
+            return [*self._alarms(self._statuses[-1] if self._statuses else None)]
 
     def _alarms(self, status: Status | None) -> Iterator[alarms.Alarm]:
         yield from alarms.of_metrics({name: self.curves.tail(name, _HISTORY) for name in _ALARMING})

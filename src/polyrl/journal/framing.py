@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 
-from polyrl.errors import JournalError
+from polyrl.errors import JournalError, plain, shorten
 
 _FRAME = struct.Struct("<III")
 _LENGTH = struct.Struct("<I")
@@ -70,7 +70,7 @@ class FrameSource:
         self.number += 1
 
     def error(self, what: str) -> JournalError:
-        return JournalError(f"{self._place()}: {what}")
+        return JournalError(f"{self._place()}: {shorten(plain(what))}")
 
     def cut_short(self, what: str) -> CutShort:
         return CutShort(f"{self._place()}: cut short: {what}", self.offset)

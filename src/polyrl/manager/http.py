@@ -25,6 +25,7 @@ from polyrl.manager import asking, opening
 from polyrl.manager.dashboard import Dashboard
 from polyrl.manager.peers.door import Connection, Door, Handshake
 from polyrl.manager.peers.streams import FindModule, Streams
+from polyrl.manager.request_log import REQUESTS
 from polyrl.manager.routes import ROUTES, BadRequest, Route, RouteCall
 from polyrl.manager.service import Service
 from polyrl.manager.serving.answers import Answerer
@@ -117,7 +118,13 @@ class Front:
 
         def connected() -> Connection:
             return Connection(
-                self._door, timeout_s, server, access_log=None, keepalive_timeout=_KEEPALIVE_S, lingering_time=_LINGER_S
+                self._door,
+                timeout_s,
+                server,
+                access_log=None,
+                logger=REQUESTS,
+                keepalive_timeout=_KEEPALIVE_S,
+                lingering_time=_LINGER_S,
             )
 
         def accepted() -> asyncio.Protocol:

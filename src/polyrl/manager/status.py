@@ -209,6 +209,7 @@ def _member(run: Run, session: WorkerSession, running: _Running, now: float) -> 
         pulling=seat.pulling,
         source="" if source is None else source.name,
         tokens_running=running.tokens[seat.seat],
+        newest_lease=max(seat.leases, default=-1),
     )
 
 

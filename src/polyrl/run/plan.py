@@ -134,7 +134,7 @@ def read_shape(path: str, key: str = "model.path") -> ModelEstimates:
         kv_heads = int(config.get("num_key_value_heads") or heads)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:  # a size may be Infinity, or 0
         raise ConfigError(f"{key}: {place} cannot be used: {type(error).__name__}: {error}") from error
     layout = folders.layout_in(Path(path))
     try:

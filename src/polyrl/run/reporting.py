@@ -250,6 +250,7 @@ class Reporter:
             tell_of_rewards(fleet, tasks),
             self._drafts.follow(fleet),
             hosts.keep(recipe, fleet, playing, say),
+            hosts.tell_of_failures(fleet, self._run_dir, say),
         ]
         if not self.display.progress.is_live:
             news.append(tell_of_waits(fleet, workers.doctor_command(recipe, self._run_dir, self._address.url), say))

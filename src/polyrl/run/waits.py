@@ -55,7 +55,7 @@ _OF_EPISODES = ("turn", "episode")
 """Named as well where there is room: every episode that is played has them."""
 _SLOW_REWARD_S = 2.0
 _MOST_OF_A_KIND = 3
-"""So that a thousand pulls do not hide a worker that is drained."""
+"""So that a thousand turns do not hide a worker that is drained, and do not fill a page."""
 
 
 class ChosenWaits(NamedTuple):
@@ -72,11 +72,14 @@ def is_news(wait: WaitStatus) -> bool:
 
 def choose(waits: Sequence[WaitStatus], most: int) -> ChosenWaits:
     """Return the `most` waits that tell most. `waits` come as the manager sorts them: the most urgent first."""
+    if len(waits) <= most:
+        return ChosenWaits([*waits], {})
     num_of, ranked = Counter[str](), list[tuple[int, int]]()
     for place, wait in enumerate(waits):
         is_named = wait.given_up_in_s is None or is_news(wait) or wait.what in _OF_EPISODES
         num_of[wait.what] += 1
-        ranked.append((0 if is_named and num_of[wait.what] <= _MOST_OF_A_KIND else 1, place))
+        if num_of[wait.what] <= _MOST_OF_A_KIND:
+            ranked.append((0 if is_named else 1, place))
     chosen = [waits[place] for _, place in sorted(ranked)[:most]]
     more = num_of - Counter(one.what for one in chosen)
     return ChosenWaits(chosen, dict(sorted(more.items())))

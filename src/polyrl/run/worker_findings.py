@@ -127,5 +127,5 @@ def of_refusals(now: Status) -> Iterator[Finding]:
             yield Finding(f"refused since the manager started: {number:,} {what}", "each was told so", do)
 
 
-def _written(worker: WorkerStatus) -> tuple[int, int]:
-    return worker.running, worker.tokens_running
+def _written(worker: WorkerStatus) -> tuple[int, int, int]:
+    return worker.running, worker.tokens_running, worker.newest_lease

@@ -105,5 +105,6 @@ def _num_mixed(groups: Sequence[TrainGroup]) -> int:
     versions: dict[int, set[int]] = {}
     for group, numbers in zip(groups, number_episodes(groups), strict=True):
         for one, number in zip(group, numbers, strict=True):
-            versions.setdefault(number, set()).update(each.version for each in one.written_by)
+            if one.episode is not None or len(one.written_by) > 1:
+                versions.setdefault(number, set()).update(each.version for each in one.written_by)
     return sum(len(found) > 1 for found in versions.values())

@@ -185,6 +185,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """Drafted tokens that stood: each saved its sample a step."""
     tokens_running: int = 0
     """The number of tokens so far of the samples that it runs."""
+    newest_lease: int = -1
+    """Of the samples that it runs. It tells short answers that follow each other from a worker that stands still."""
     local: bool = False
     """Whether it is the trainer's own, which is not drained."""
 

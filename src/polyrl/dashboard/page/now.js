@@ -21,7 +21,7 @@ export function open(place, state) {
   async function drawCurve(run, steps) {
     if (steps === drawn || steps === 0) return;
     drawn = steps;
-    const told = await get("series", { run, names: "reward/mean,time/step_total", x: "step" });
+    const told = await get("series", { run, name: ["reward/mean", "time/step_total"], x: "step" });
     const name = told.columns["reward/mean"].some((value) => value !== null) ? "reward/mean" : "time/step_total";
     const label = name === "reward/mean" ? "Mean reward" : "Seconds a step", lines = [{ label, values: told.columns[name] }];
     if (chart && title.textContent === label) {
@@ -74,7 +74,7 @@ const problem = (kind, name, one, isNew) => h("div", { class: kind, role: isNew 
 /** Waits without a line: deadlines that always run, most of them. */
 function others(more) {
   const kinds = Object.entries(more), num = kinds.reduce((sum, [, count]) => sum + count, 0);
-  return num ? h("p", { class: "quiet" }, `and ${number(num)} more: ${kinds.map(([what, count]) => `${number(count)} ${what.replaceAll("_", " ")}`).join(", ")}`) : "";
+  return num ? h("p", { class: "quiet" }, `and ${number(num)} more: ${kinds.map(([what, count]) => `${number(count)} for ${what.replaceAll("_", " ")}`).join(", ")}`) : "";
 }
 
 /** Where the trainer's time of the newest steps went, as a bar and in words. */
@@ -103,5 +103,5 @@ function round(one, deferred) {
     h("p", { class: "quiet" }, `samples: ${one.samples_waiting} waiting, ${one.samples_running} running, ${one.samples_generated} generated`,
       deferred ? `; ${number(deferred)} prompts are deferred to a long round` : "",
       one.episodes_playing || one.episodes_unhosted ? `; episodes: ${one.episodes_playing} with their environment, ${one.episodes_unhosted} without a host` : "",
-      one.longest_on ? `; the longest has ${number(one.longest_tokens)} tokens, on ${plain(one.longest_on)}` : ""));
+      one.longest_tokens ? `; the longest has ${number(one.longest_tokens)} tokens, on ${plain(one.longest_on)}` : ""));
 }

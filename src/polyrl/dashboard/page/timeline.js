@@ -216,7 +216,7 @@ const STEPS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 30
 /** A moment of the run, as fine as the picture needs it. */
 function clock(at, span) {
   const s = at % 60, m = Math.floor(at / 60) % 60, hours = Math.floor(at / 3600);
-  if (span < 60) return `${at.toFixed(span < 5 ? 2 : 0)} s`;
+  if (span < 60) return `${Number(at.toFixed(span < 5 ? 2 : 1))} s`;
   const tail = span < 1800 ? `:${String(Math.round(s)).padStart(2, "0")}` : "";
   return hours || !tail ? `${hours}h ${String(m).padStart(2, "0")}${tail || "m"}` : `${m}${tail} min`;
 }

@@ -90,7 +90,9 @@ def _check_config(folder: str, config: dict[str, Any], *, any_family: bool) -> N
     """Say in our own words what is wrong, where it can be seen before transformers looks."""
     names = config.get("architectures")
     name: Any = names[0] if isinstance(names, list) and names else "a model without a named architecture"
-    if not isinstance(name, str) or (name not in ARCHITECTURES and not any_family):
+    if not (isinstance(names, list) and names and isinstance(name, str)) or (
+        name not in ARCHITECTURES and not any_family
+    ):
         known = ", ".join(sorted(one.removesuffix("ForCausalLM") for one in ARCHITECTURES))
         raise EngineError(f"{folder}: {name} is not supported; supported are {known}")
     if config.get("quantization_config") is not None:

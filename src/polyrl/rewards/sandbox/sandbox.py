@@ -172,11 +172,13 @@ class Sandbox:
         for _ in range(_ATTEMPTS):
             if clock.left_s <= 0:
                 break
+            began_s = clock.passed_s
             try:
                 async with self.pool.slot(clock.left_s) as slot:
                     return await slot.run(jobs.within(job, clock.left_s))
             except SlotBroke as error:
                 broke = error
+                clock.leave_out(clock.passed_s - began_s)
             except TimeoutError:  # all zygotes were away for so long
                 break
         if broke is not None:

@@ -51,7 +51,7 @@ def serve(line: socket.socket, module: Any) -> None:
     sys.stdout = printed  # a test may look at what a call has printed
     while True:
         try:
-            request, _ = frames.read(line, MAX_BYTES)
+            request, _ = frames.read(line.recv, MAX_BYTES)
         except EOFError:
             return
         try:

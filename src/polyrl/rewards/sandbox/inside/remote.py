@@ -30,7 +30,7 @@ class Client:
     def request(self, target: int, op: str, *args: Any, **kwargs: Any) -> Any:
         request = {"target": target, "op": op, "args": self._encode(list(args)), "kwargs": self._encode(kwargs)}
         self._line.sendall(frames.pack(request, []))
-        _, (body,) = frames.read(self._line, MAX_BYTES)
+        _, (body,) = frames.read(self._line.recv, MAX_BYTES)
         said = values.from_bytes(body)
         sys.stdout.write(str(said["printed"]))
         if "value" not in said:
