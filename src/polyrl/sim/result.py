@@ -126,7 +126,8 @@ class Result(Struct, frozen=True, kw_only=True):
     warmup_steps: int
     """Steps left out of the measured figures: `run.warmup_steps`, or half of the steps if that would leave none."""
     measured_steps: int
-    """Steps that the measured figures are of. Where long rounds come regularly, a whole number of their periods."""
+    """The number of steps that the measured figures cover. Where long rounds come regularly, a whole number of their
+    periods."""
     virtual_s: Seconds
     step_time_s: Spread
     rollout_s: Spread
