@@ -139,7 +139,7 @@ class Bench:
         return best
 
     def time(self, call: Callable[[], object]) -> float:
-        """Seconds on the GPU's clock; of the CPU's, those that this process had: other load is not ours."""
+        """Return seconds on the GPU's clock, or the CPU time of this process: other load is not ours."""
         import torch
 
         if self.device == "cpu":
@@ -153,7 +153,7 @@ class Bench:
         return time.perf_counter() - began
 
     def take_turns(self, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        """Seconds of each, every repetition in turn, after one that warms up."""
+        """Return the seconds of each, every repetition in turn, after one that warms up."""
         for call in calls.values():
             call()
         seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -255,7 +255,7 @@ def _packing(bench: Bench, name: str, plain: Plain | None) -> dict[str, Any]:
 
 
 def _unpadded(bench: Bench, plain: Plain | None) -> dict[str, Any]:
-    """Samples of equal length, so that there is nothing to pad."""
+    """Return samples of equal length, so that there is nothing to pad."""
     length = max(16, min(2048, bench.work.pack_tokens // 8))
     groups = bench.equal(length)
     num_tokens = sum(one.num_tokens for group in groups for one in group)

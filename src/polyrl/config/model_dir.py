@@ -40,7 +40,8 @@ class ModelFacts(NamedTuple):
 
 
 def read_facts(folder: str | Path, *, strict: bool = False) -> ModelFacts:
-    """`strict`: raise ConfigError for a file that cannot be read, and for a model that does not say its vocabulary."""
+    """Read a model's facts. `strict`: raise ConfigError for a file that cannot be read, and for a model without a
+    vocabulary size."""
     said = read_object(folder, "config.json") if strict else read_or_nothing(folder, "config.json")
     has_generation = (Path(folder) / "generation_config.json").is_file()
     read = read_object if strict and has_generation else read_or_nothing

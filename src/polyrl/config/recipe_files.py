@@ -24,7 +24,7 @@ def recipe_folder() -> Path:
 
 
 def list_recipes() -> list[tuple[str, str]]:
-    """(name, what it is about) of every recipe that ships with the package, by name."""
+    """Return the name and the summary of every recipe that ships with the package, by name."""
     return list_shipped(recipe_folder())
 
 

@@ -383,7 +383,7 @@ async def keep(keeper: FleetKeeper, fleet: Fleet, say: Say) -> None:
 
 
 async def until_joined(recipe: Recipe, fleet: Fleet, keeper: FleetKeeper) -> None:
-    """With `fleet.wait`, wait for all workers to join. Warn and return if time is up or one has ended."""
+    """Wait for all workers to join, with `fleet.wait`. Warn and return if time is up or one has ended."""
     until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
     while recipe.fleet.wait and set(keeper.names) - {one.name for one in (await fleet.status()).workers}:
         if time.monotonic() > until or any(one.state == "ended" for one in keeper.held.values()):

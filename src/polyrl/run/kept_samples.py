@@ -153,7 +153,8 @@ class Kept:
     def choose(
         self, text_of: Texts, *, step: int | None, grep: str | None, order: Literal["best", "worst"] | None
     ) -> Iterator[KeptSample]:
-        """Samples of a step, by default of the newest that was trained; with `grep`, of all steps, the newest first.
+        """Choose samples of a step, by default of the newest that was trained; with `grep`, of all steps, the newest
+        first.
 
         `grep`: only those whose prompt or answer has this text. `order`: by reward, and only those that have one.
         """

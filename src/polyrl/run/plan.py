@@ -218,7 +218,7 @@ def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:
 
 
 def _changed(recipe: Recipe, shape: ModelEstimates) -> list[tuple[int, int]]:
-    """Return the matrices that LoRA changes. Raises ConfigError for a target that none is called."""
+    """Return the matrices that LoRA changes. Raises ConfigError for a target that matches no matrix."""
     wanted = recipe.lora
     if not wanted.rank:
         return []

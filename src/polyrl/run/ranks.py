@@ -218,7 +218,7 @@ class OtherRanks:
 def assembled(
     recipe: Recipe, run_dir: Path, info: "RankInfo | None", checkpoint: Path | None
 ) -> Iterator[OtherRanks | None]:
-    """All ranks of a run, told what it is; None where there is only this one."""
+    """Assemble all ranks of a run, told what it is; None where there is only this one."""
     if recipe.train.ranks == 1:
         yield None
         return

@@ -343,7 +343,7 @@ async def reporting(
     point: ResumePoint | None,
     watch: Watch | None,
 ) -> AsyncIterator[Reporter]:
-    """A reporter with its display, for as long as the run lasts."""
+    """Open a reporter with its display, for as long as the run lasts."""
     if point is not None and point.breaks:
         breaks.note(run_dir, point.breaks)
     title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)

@@ -14,7 +14,7 @@ def domain_keys(recipe: Recipe) -> list[str]:
 
 
 def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
-    """Tokens that a context leaves for a prompt beside the longest answer; none: any number."""
+    """Return the tokens that a context leaves for a prompt beside the longest answer; None: any number."""
     limits = [one for one in (recipe.model.max_context, model_context) if one is not None]
     if not limits:
         return None

@@ -43,7 +43,7 @@ class EpisodeScript(Struct, frozen=True):
     correct: bool
 
     def given_tokens(self, call: int) -> int:
-        """Tokens that tools have added to the prompt of a call."""
+        """Return the tokens that tools have added to the prompt of a call."""
         return call * self.tool_tokens
 
     def start(self, call: int) -> int:

@@ -248,7 +248,7 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
 
 
 def to_json(result: Struct, *, indent: int = 2) -> str:
-    """Any struct of figures as JSON text. A number that JSON cannot say is null."""
+    """Write any struct of figures as JSON text. A number that JSON cannot say is null."""
     return msgspec.json.format(msgspec.json.encode(result), indent=indent).decode()
 
 

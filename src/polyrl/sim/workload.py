@@ -83,7 +83,7 @@ class _LengthCurve:
         self.of_sample = sqrt(1.0 - domain.correlation)
 
     def tokens_at(self, score: float) -> float | None:
-        """Tokens at that score; none for an answer that runs into the cap whatever the cap is."""
+        """Return the tokens at that score; None for an answer that runs into the cap whatever the cap is."""
         return None if score >= self._points[-1][0] else exp(interpolate(self._points, score))
 
 

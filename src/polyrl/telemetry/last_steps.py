@@ -20,7 +20,7 @@ _WRITING = ("answers", "last answers", "places", "no worker")
 
 
 def tell(steps: Sequence[Mapping[str, object]], waits_for: str | None = None) -> list[str]:
-    """Medians of the last steps, then advice; nothing of a run that has trained none.
+    """Write the medians of the last steps, then advice; nothing before the first step.
 
     `waits_for`: what the trainer waits for most, a key of dashboard.waiting.WORDS; empty: nothing much; None: unknown.
     """

@@ -165,7 +165,7 @@ class FleetWatcher:
         self.timeline.mark(worker.name, None, since)
 
     def _find(self, seat: int) -> None:
-        """A worker that is heard of again was there all along."""
+        """Return the worker's life. A worker that is heard of again was there all along."""
         if seat in self.misses:
             since, activity = self.misses.pop(seat)
             self.timeline.mark(self._by_seat[seat].worker, activity, since)

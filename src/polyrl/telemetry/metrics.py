@@ -155,7 +155,7 @@ def read_validation(path: Path, version: int) -> dict[str, float]:
 
 
 def _lines(data: bytes, name: str) -> Iterator[tuple[int, dict[str, MetricValue]]]:
-    """(byte behind it, the line) of every line; the last one may be cut short, and is skipped then."""
+    """Yield every line with the byte behind it; the last one may be cut short, and is skipped then."""
     end = 0
     for number, raw in enumerate(data.splitlines(keepends=True), start=1):
         end += len(raw)

@@ -79,7 +79,7 @@ def _swap(parts: Tensor, context: Context) -> Tensor:
 
 
 def _to_heads(rows: Tensor, context: Context) -> Tensor:
-    """From this rank's rows, (rows, heads, dim), to all rows of its heads."""
+    """Exchange this rank's rows, (rows, heads, dim), for all rows of its heads."""
     num, heads, dim = rows.shape
     parts = rows.view(num, context.size, heads // context.size, dim).transpose(0, 1)
     return _swap(parts, context).reshape(num * context.size, heads // context.size, dim)

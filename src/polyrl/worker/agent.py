@@ -579,7 +579,7 @@ def _write_session(path: Path, session: str) -> None:
 
 
 def until_next(interval_s: float, phase_s: float, now: float) -> float:
-    """Seconds until the clock is at a multiple of the interval, and the phase more."""
+    """Return the seconds until the clock is at a multiple of the interval, and the phase more."""
     return interval_s - (now - phase_s) % interval_s
 
 

@@ -76,7 +76,7 @@ def fit(config: BuiltinConfig, device: str) -> Fit:
 
 
 def choose_device(wanted: str) -> str:
-    """`auto` is a GPU where there is one."""
+    """Choose the device: `auto` is a GPU where there is one."""
     if wanted != "auto":
         return wanted
     import torch

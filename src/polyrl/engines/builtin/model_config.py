@@ -72,7 +72,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def load_config(folder: str, *, any_family: bool = False) -> Any:
-    """`any_family`: for a trainer, which runs more than the engine does. Raises EngineError."""
+    """Load a model's configuration. `any_family`: for a trainer, which runs more than the engine does. Raises
+    EngineError."""
     _check_config(folder, read_object(folder, "config.json"), any_family=any_family)
     _check_generation_config(folder)
     with quiet():

@@ -95,7 +95,7 @@ class _Reader(WebSocketReader):
         return fed
 
     def _begin_another(self, num_left: int) -> None:
-        """A message ended, and so much came behind it: of the next one, unless it waits for room in the queue."""
+        """Count the bytes behind a message's end for the next message, unless that one waits for room in the queue."""
         self.forget()
         if num_left > _SMALL_BYTES:
             self.num_unfinished = num_left

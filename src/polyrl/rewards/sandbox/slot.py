@@ -29,7 +29,7 @@ from polyrl.rewards.sandbox.inside.zygote import BOUNDS, END_IT, ENDED, MESSAGE_
 
 START_TIMEOUT_S = 20.0
 GRACE_S = 0.6
-"""The time after a run's limit in which the zygote must kill it and say so; then the zygote is ended."""
+"""The time after a program's limit in which the zygote must kill it and say so; otherwise the zygote is ended."""
 _READ_BYTES = 1 << 16
 _MORE_BYTES = 128 << 20
 """Of a control group: the zygote itself, and the files that the kernel has read for it."""

@@ -182,7 +182,7 @@ def _count_generated(desk: Desk, sample: TrackedSample, group: TrackedGroup, rou
 
 
 def score_if_generated(desk: Desk, round_: Round) -> None:
-    """With `as_finished` off, score the whole round once nothing of it is left to generate."""
+    """Score the whole round once nothing of it is left to generate, with `as_finished` off."""
     if desk.config.rewards.as_finished or round_.is_generating:
         return
     for group_id in list(round_.groups):

@@ -185,7 +185,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
 
 
 def _take_window_in_force(desk: Desk, kind: RoundKind, num_workers: int) -> None:
-    """With the autoscaler, make sure that the window of this fleet is corrected, not that of the fleet before."""
+    """Make sure, with the autoscaler, that the window of this fleet is corrected, not that of the fleet before."""
     learned = desk.state.seeding[kind]
     if desk.config.scaling.enabled and desk.config.seeding.mode == "learned":
         before = learned.t_seed_s
@@ -195,7 +195,7 @@ def _take_window_in_force(desk: Desk, kind: RoundKind, num_workers: int) -> None
 
 
 def _foresee_window(desk: Desk, kind: RoundKind, times: StepTimes) -> None:
-    """With the autoscaler, take the window from the model of a step: a step whose fleet changed teaches none."""
+    """Take the window, with the autoscaler, from the model of a step: a step whose fleet changed teaches none."""
     learned, model = desk.state.seeding[kind], desk.state.scaling.models.get(kind)
     num, changed = times.workers_now, abs(times.mean_workers - times.workers_now) >= seeding.SAME_FLEET
     if model is not None and changed and num and num not in learned.memory and desk.config.seeding.mode == "learned":

@@ -64,7 +64,7 @@ class LengthModel(msgspec.Struct):
     area_at: list[float] = msgspec.field(default_factory=lambda: list(EDGES))
 
     def observe(self, num_tokens: int, *, finished: bool) -> None:
-        """A sample ended at `num_tokens` (finished), or was stopped there and would have gone on."""
+        """Count a sample that ended at `num_tokens` (finished), or was stopped there and would have gone on."""
         (self.unseen_finished if finished else self.unseen_cut).append(num_tokens)
         self.num_observed = num_observed = self.num_observed + 1
         num_unseen = len(self.unseen_finished) + len(self.unseen_cut)

@@ -193,7 +193,8 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
 
 
 def capacity_tokens(shape: ModelShape, tp: int, memory_bytes: int, fraction: float) -> int:
-    """Tokens of KV cache that a copy on `tp` devices holds. Beyond one device a KV head, heads are stored again."""
+    """Return the tokens of KV cache that a copy on `tp` devices holds. Beyond one device a KV head, heads are stored
+    again."""
     free = tp * memory_bytes * fraction - shape.weight_bytes - shape.activation_bytes
     num_copies = max(1.0, tp / shape.num_kv_heads)
     return max(0, int(free / (kv_bytes_per_token(shape) * num_copies)))

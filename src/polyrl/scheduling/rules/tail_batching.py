@@ -151,7 +151,7 @@ def start(config: RoundsConfig, num_domains: int) -> TailBatching:
 
 
 def num_samples_of(config: RoundsConfig, factors: Factors, kind: RoundKind) -> int:
-    """Samples that a prompt of such a round starts."""
+    """Return the number of samples that a prompt of such a round starts."""
     extras = kind == "short" and config.tail_batching in ("race", "designated")
     return math.ceil(factors.samples * config.samples_per_prompt) if extras else config.samples_per_prompt
 
@@ -305,7 +305,7 @@ class Planner:
     def _take_predicted_short(
         self, state: TailBatching, domain: int, quota: int, max_passed: int, step: Step
     ) -> tuple[list[PlannedPrompt], int]:
-        """`quota` prompts, passing over (deferring unsampled) up to `max_passed` that are predicted to be long."""
+        """Take `quota` prompts, passing over (deferring unsampled) up to `max_passed` that are predicted to be long."""
         threshold = self._means_of(state, domain).quantile(1.0 / state.factors.prompts)
         taken: list[PlannedPrompt] = []
         passed = 0

@@ -66,7 +66,7 @@ def address_of(place: NoticePlace) -> str:
 
 
 def left_to_tell(left_s: float) -> float:
-    """Seconds of notice that the manager is given; 0: hand over at once."""
+    """Return the seconds of notice that the manager is given; 0: hand over at once."""
     return max(0.0, left_s - EARLIER_S)
 
 

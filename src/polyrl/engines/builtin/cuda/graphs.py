@@ -29,7 +29,7 @@ class Graphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any], prepare: Callable[[], object] = lambda: None) -> Captured:
-        """`prepare` is called before each run, and is not captured."""
+        """Capture a graph. `prepare` is called before each run, and is not captured."""
         current = torch.cuda.current_stream()
         self._warming.wait_stream(current)
         with torch.cuda.stream(self._warming):

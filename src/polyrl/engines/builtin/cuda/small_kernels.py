@@ -179,7 +179,7 @@ def tiles_kernel(
 def _turned(
     its, is_head, norm_one, norm_two, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr, TYPE: tl.constexpr
 ):
-    """The two halves of heads, normed and turned to their position: (heads, half) each."""
+    """Return the two halves of heads, normed and turned to their position: (heads, half) each."""
     halves = tl.arange(0, HALF)[None, :]
     one = tl.load(its + halves, mask=is_head, other=0.0).to(tl.float32)
     two = tl.load(its + HALF + halves, mask=is_head, other=0.0).to(tl.float32)
