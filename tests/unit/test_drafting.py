@@ -1,8 +1,8 @@
 """Drafts: copied from the longest match, within bounds of memory, whatever is followed and remembered."""
 
 import random
-import tracemalloc
 import time
+import tracemalloc
 
 import pytest
 
