@@ -88,7 +88,7 @@ class Idle(Struct, frozen=True):
 
 
 class EpisodeFigures(Struct, frozen=True, kw_only=True):
-    """What environments did, and what waited for them. Numbers at once are means over the measured time."""
+    """The environments' work, and the waits for them. Numbers at once are means over the measured time."""
 
     begun: int
     ended: dict[str, int]
@@ -138,7 +138,7 @@ class Result(Struct, frozen=True, kw_only=True):
     workers: Workers
     idle: Idle
     gb_between_regions: float | None
-    """What all pulls were to bring over regions' links, in the whole run; None without `fleet.regions`."""
+    """The bytes of all pulls over regions' links, in the whole run; None without `fleet.regions`."""
     episodes: EpisodeFigures | None
     """None when no domain has an environment."""
     rounds: dict[str, int]

@@ -203,7 +203,7 @@ class RewardWorkerJoined(EventStruct, frozen=True, tag=True):
 
 
 class RewardWorkerReported(EventStruct, frozen=True, tag=True):
-    """What it has done in this life."""
+    """The work that it has done in this life."""
 
     worker: str
     life: str
