@@ -110,6 +110,15 @@ def test_a_slow_reward_is_named_with_its_own_time_limit_and_those_that_failed_ar
     assert failed.do.startswith("runs/x/logs/rewards.log has what functions printed")
 
 
+def test_episodes_that_failed_are_counted_and_prompts_that_were_lost_to_them():
+    ledger: dict[str, Any] = {"episodes_ended": {"scored": 24, "failed": 182}, "prompts_dropped": {"failed": 18}}
+    now = replace(STATUS, ledger=ledger)
+    failed = diagnose(now, now, "runs/x").findings[1]
+    lost = "18 prompts lost so many that no group was left"
+    assert failed.what == f"182 episodes failed so far, through no fault of the policy; {lost}"
+    assert failed.do == "runs/x/logs/manager.log has the reasons"
+
+
 @pytest.mark.parametrize(("states", "there"), [((), ""), (("draining", "joined"), "; r0 is draining; r1 is joined")])
 def test_answers_without_a_reward_worker_need_one(states: tuple[str, ...], there: str):
     workers = [

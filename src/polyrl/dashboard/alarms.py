@@ -27,7 +27,7 @@ _STALE_VERSIONS = 4.0
 _LAGS = 0.5
 _CENT = 0.01
 _ENOUGH_WORKERS = 3
-"""Of fewer, nobody knows which is the slow one."""
+"""Of fewer, it cannot be told which is the slow one."""
 _SILENT_S = 10.0
 _REPEATING = 0.2
 """Share of a step's answers."""

@@ -41,7 +41,7 @@ _MAX_GROUPS = 500_000
 _NEWEST_GROUPS = 20_000
 """The groups among which those of open rounds are looked for."""
 _STEADY = (e.TokensArrived, e.WorkerReported, e.FleetReported, e.RewardFinished)
-"""Frequent events. When no command follows, nobody has changed what they do."""
+"""Frequent events. Without a command after them, no activity has changed."""
 
 _GOINGS = (e.WorkerLeft, e.WorkerJoined, e.DriverResumed)
 """Events after which a worker, and with it its leases, may be gone."""

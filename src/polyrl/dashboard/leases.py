@@ -64,7 +64,7 @@ class KeptLeases:
             self._num_ended = sum(map(len, self._ended.values()))
 
     def end_lost(self, held: Container[int], now: Seconds) -> None:
-        """End the leases that nobody holds any more."""
+        """End the leases that no worker holds any more."""
         for lease in [one for one in self._worker_of if one not in held]:
             self.end(lease, now, "lost", None)
 

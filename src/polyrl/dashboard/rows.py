@@ -1,6 +1,6 @@
 """The rows that prompts were made of: the expected answer, and whatever else a person's data says of them.
 
-They are read from the recipe's data when somebody asks for the first one, in a thread of their own: data may be large.
+They are read from the recipe's data when the page asks for the first one, in a thread of their own: data may be large.
 
 Rules kept here: data that is no longer there, or that a person's own code fails to give, is a line in place of the row,
 and harms nothing else. The shown part of a row is bounded.

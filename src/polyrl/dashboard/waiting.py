@@ -1,7 +1,7 @@
 """Where the time of a run goes: what its trainer does or waits for at every moment, what that costs, and what helps.
 
     doing(desk)                 one word for this moment, from the scheduler's state
-    TimeUse                     those words as they follow one another, told by whoever follows the journal
+    TimeUse                     those words as they follow one another, told by the reader of the journal
     slowest(parts, ...)         the part that holds the run up, in sentences
 
 Rules kept here: seconds and dollars are measured, from the journal; no share is guessed. A run that waits little has no

@@ -1,7 +1,7 @@
 """One run as the page shows it: live, over, or simulated.
 
 Rules kept here: a run is only read, from its directory or its journal. The state of a live run comes from its manager
-(`tell`), through whoever made this object; nothing here dials anybody.
+(`tell`), through the owner of this object; nothing here opens a connection.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class WatchedRun:
         self.follower.tell_time(status.now_s)
 
     def end(self) -> None:
-        """Take in that the manager is gone: the run is over, until somebody goes on with it."""
+        """Take in that the manager is gone: the run is over, until it is resumed."""
         self.live, self._statuses = False, []
 
     # What the page asks for

@@ -68,7 +68,7 @@ class ListenAddress(NamedTuple):
 
 
 class Front:
-    """The port and its connections; who may use which route."""
+    """The port and its connections, and which token may use which route."""
 
     def __init__(
         self, service: Service, served: Served | None = None, find: FindModule = importlib.import_module
@@ -271,7 +271,7 @@ class PortTaken(UserError):
 
 
 async def check_that_it_can_listen(host: str, port: int) -> None:
-    """Raise UserError if a manager could not have the port now; PortTaken if somebody else has it."""
+    """Raise UserError if a manager could not have the port now; PortTaken if another process has it."""
     try:
         listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as failure:

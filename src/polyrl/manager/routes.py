@@ -84,7 +84,7 @@ class Route(NamedTuple):
     method: Literal["GET", "POST"]
     path: str
     scope: Scope | None
-    """The scope of the tokens that may use the route, beside the admin's; None: everybody may."""
+    """The scope of the tokens that may use the route, beside the admin's; None: no token is needed."""
     handle: Handler
     """Its name is the operation's id."""
     summary: str

@@ -348,7 +348,7 @@ def _rewards(now: Status, missing: str) -> Finding:
 
 
 def _of_failures(now: Status, run_dir: str) -> Iterator[Finding]:
-    """Yield findings for rewards that failed."""
+    """Yield findings for rewards and episodes that failed."""
     dropped = now.ledger.get("samples_discarded", {}).get("reward_failed", 0)
     failed = dropped if now.rewards is None else max(dropped, now.rewards.failed)
     if failed:
@@ -357,6 +357,14 @@ def _of_failures(now: Status, run_dir: str) -> Iterator[Finding]:
             f"{count(failed, 'answer')} had no reward so far{last}",
             "each was dropped; its group is trained without it, as long as enough are left",
             f"{run_dir}/logs/rewards.log has what functions printed, and their tracebacks",
+        )
+    failed, dropped = (now.ledger.get(key, {}).get("failed", 0) for key in ("episodes_ended", "prompts_dropped"))
+    if failed:
+        lost = f"; {count(dropped, 'prompt')} lost so many that no group was left" if dropped else ""
+        yield Finding(
+            f"{count(failed, 'episode')} failed so far, through no fault of the policy{lost}",
+            "each began again, or left its group: none is a zero",
+            f"{run_dir}/logs/manager.log has the reasons",
         )
 
 

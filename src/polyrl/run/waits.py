@@ -1,4 +1,4 @@
-"""Which of a run's waits are worth a look: those that somebody may have to end, before deadlines that always run.
+"""The waits of a run that are worth a look: those that the user may have to end, before the deadlines that always run.
 
 Every worker has a heartbeat and, while it generates, a deadline for its next token: in a fleet of a thousand these are
 two thousand waits, and say nothing. They come last here, and are counted where they do not fit.

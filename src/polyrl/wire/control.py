@@ -85,7 +85,7 @@ class RewardJoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: Annotated[str, Meta(pattern=WORKER_NAME)]
     protocol: Annotated[int, Meta(ge=0)]
     secret: Annotated[str, Meta(pattern=r"^[0-9a-f]{32,64}$(?!\n)")]
-    """Made by the process, and told to nobody else: by it the same process is known after a restart of the manager."""
+    """Made by the process, and kept secret: by it the same process is known after a restart of the manager."""
     places: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Answers that it scores at once."""
     price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
