@@ -31,7 +31,7 @@ PARSED_ONLY = {
     r"env\b": "a person, a package, or another model: tests/hosts, make test-environments",
     r"data model (code|calculator)": "minutes of a core; the same command as for arithmetic",
     r"train .*(--ranks|--nodes|engine=vllm|0\.0\.0\.0)": "several machines, devices or a server: tests/chaos",
-    r"train .*(frozen-lake|smollm2)|train code|train agent\.toml": "other models and packages: tests/environments",
+    r"train .*(frozen-lake|smollm2)|train (code|calculator|agent\.toml)": "other models, packages: tests/environments",
     r"train mine\.toml lora": "as arithmetic-lora, with other layers: tests/trainer",
     r"(samples|doctor|ledger) runs/agent": "of a run with a model that is left out",
     r"simulate (.*supply\.trace|same\.toml)": "a trace, and a file, of the reader's own: tests/scenarios",

@@ -131,6 +131,29 @@ def test_a_terminal_shows_the_fleet_and_keeps_the_line_of_the_step(tmp_path):
     assert "step    0  reward    0.5  usd   1.25" in text.getvalue()
 
 
+async def followed(run_dir: Path, text: io.StringIO) -> None:
+    progress = Progress(Console(file=text, width=80, force_terminal=True, color_system=None))
+    async with manager(run_dir) as live, trainer(live) as fleet:
+        await fleet.publish(0)
+        asked = asyncio.create_task(play_round(fleet, 0))  # which nobody writes
+        async with asyncio.timeout(PATIENCE_S):
+            async with Dialer(live.url, live.token("admin")) as dialer:
+                while not any(one.age_s >= 1.0 for one in (await dialer.get("/v1/status", Status)).rounds):
+                    await asyncio.sleep(0.05)
+            dialer = Dialer(live.url, live.token("admin"))
+            async with Display("arithmetic", 1, dialer, progress=progress, follows=True):
+                while "waits for groups" not in text.getvalue():
+                    await asyncio.sleep(0.02)
+        asked.cancel()
+
+
+def test_who_only_looks_sees_what_the_trainer_does_and_how_old_the_round_is(tmp_path):
+    text = io.StringIO()
+    run(followed(tmp_path, text))
+    ages = [float(one) for one in re.findall(r"of 2 groups  (\d+\.\d) s", text.getvalue())]
+    assert ages and min(ages) >= 0.9, "since it was opened, not since somebody looks"
+
+
 async def unanswered(text: io.StringIO) -> None:
     progress = Progress(Console(file=text, width=100, force_terminal=True, color_system=None))
     async with Display("r", 1, Dialer("http://127.0.0.1:9", "token"), progress=progress) as display:

@@ -59,10 +59,10 @@ prompt_tokens = 100
 length_quantiles = [[0.05, 50], [0.5, 100], [0.9, 300], [1.0, 512]]
 """
 VIEWS = {
-    "now": ".uplot", "rollouts": ".detail .span.drawn span", "timeline": ".timeline .names div",
+    "now": ".uplot", "rollouts": ".detail .span.drawn span", "timeline": ".timeline .names > *",
     "fleet": "section table", "curves": ".chart canvas", "ledger": "pre.ledger",
 }  # fmt: skip
-LIVE_VIEWS = {"now": ".finding", "timeline": ".timeline .names div", "fleet": "section table", "ledger": "pre.ledger"}
+LIVE_VIEWS = {"now": ".finding", "timeline": ".timeline .names > *", "fleet": "section table", "ledger": "pre.ledger"}
 """A manager without a trainer's process has no answers and no metrics."""
 NUM_WORKERS, SAMPLES_A_WORKER, TOKENS_PER_S, FLUSH_S, LENGTH = 1_000, 2, 4, 1.0, 200
 

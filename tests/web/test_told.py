@@ -46,5 +46,6 @@ def test_among_twenty_workers_waits_that_tell_something_are_seen_and_the_others_
         told.locator("table").wait_for()
         shown = [one.split("\t")[:2] for one in told.locator("tbody tr").all_inner_texts()]
         assert shown[:3] == [["pull", "w7"], ["hand over", "lease 12"], ["turn", "episode 4/0"]]
-        assert len(shown) == 12
-        assert told.locator("p").inner_text() == "and 31 more: 11 heartbeat, 20 stall"
+        assert [what for what, _ in shown[3:]] == ["heartbeat"] * 3 + ["stall"] * 3
+        assert told.locator("p").inner_text() == "and 34 more: 17 for heartbeat, 17 for stall"
+        assert "the weights' arrival, or another try" in told.locator("tbody tr").first.inner_text()

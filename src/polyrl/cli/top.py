@@ -53,7 +53,7 @@ async def _watch(args: argparse.Namespace) -> None:
         await dialing.answer(dialer, "/v1/status", Status)  # a wrong address or token is said once, and ends it
     num_steps = 0 if run_dir is None else recipe_of(run_dir).get("train", {}).get("steps", 0)
     name = args.manager if run_dir is None else run_dir.resolve().name
-    async with Display(str(name), num_steps, dialing.dialer(args), local_worker.NAME) as display:
+    async with Display(str(name), num_steps, dialing.dialer(args), local_worker.NAME, follows=True) as display:
         if run_dir is None:
             await asyncio.Event().wait()
         else:
@@ -69,7 +69,5 @@ async def _follow_steps(display: "Display", run_dir: Path) -> None:
         anew, new = lines.read_new()
         for metrics in new[-_STEPS_SHOWN:] if is_first or anew else new:
             display.step_ended(int(metrics["step"] or 0), metrics)
-        if new or is_first:
-            display.step_begins(int(new[-1]["step"] or 0) + 1 if new else 0)
         is_first = False
         await asyncio.sleep(_LOOK_EVERY_S)

@@ -226,7 +226,7 @@ def _of_environments(around: WaitingContext) -> tuple[str, str]:
     if waiting := sum(one.waiting for one in told):
         return why, f"{more}: {waiting:,} episodes wait for a place; see what tools wait for"
     meanwhile = "" if around.is_async else '; train.mode = "async" trains meanwhile'
-    return why, f"see what its tools wait for, and make them quicker{meanwhile}; where a host's core is busy, {more}"
+    return why, f"see what its tools wait for, and make them quicker{meanwhile}; another host helps a busy one"
 
 
 def _of_last_answers(around: WaitingContext) -> tuple[str, str]:

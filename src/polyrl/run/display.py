@@ -27,6 +27,7 @@ from polyrl.wire.dial import Dialer, Unreachable
 
 _REFRESH_EVERY_S = 0.5
 _STEP_TIMES_KEPT = 10
+_DOES = {"waits": "waits for groups", "trains": "trains", "validates": "validates"}
 
 
 class Told(Struct):
@@ -45,12 +46,21 @@ class Told(Struct):
 
 class Display:
     def __init__(
-        self, name: str, num_steps: int, dialer: Dialer, local_worker: str = "", progress: Progress | None = None
+        self,
+        name: str,
+        num_steps: int,
+        dialer: Dialer,
+        local_worker: str = "",
+        progress: Progress | None = None,
+        *,
+        follows: bool = False,
     ) -> None:
+        """`follows`: it is the manager that tells of the trainer, which is another process."""
         self.progress = Progress() if progress is None else progress
         self._told = Told(name, num_steps)
         self._dialer = dialer
         self._local_worker = local_worker
+        self._follows = follows
         self._status: Status | None = None
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -106,10 +116,19 @@ class Display:
             while True:
                 try:
                     self._status = await dialer.get("/v1/status", Status)
+                    if self._follows:
+                        self._follow(self._status)
                     self._show()
                 except (Unreachable, UserError) as error:
                     self.progress.note(f"the manager does not answer: {error}")
                 await asyncio.sleep(_REFRESH_EVERY_S)
+
+    def _follow(self, status: Status) -> None:
+        """Take in what the loop would say."""
+        self._told.phase = _DOES.get(status.trainer_does, "")
+        if status.rounds:
+            first = status.rounds[0]
+            self._told.step, self._told.step_began_at = first.step, time.monotonic() - first.age_s
 
     def _show(self) -> None:
         if self.progress.is_live:
