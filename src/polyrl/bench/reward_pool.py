@@ -41,7 +41,7 @@ class PoolLoad(NamedTuple):
 
 
 async def wait(given: RewardInput) -> float:
-    """Wait: a reward that takes no CPU time, and does not end while anybody looks."""
+    """Wait: a reward that takes no CPU time, and does not end within the measurement."""
     await asyncio.sleep(_TIMEOUT_S)
     return 0.0
 

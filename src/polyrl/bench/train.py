@@ -5,7 +5,7 @@ A step is forward, backward and update. Its model FLOPs are what the work needs:
 does not count. The limit is the rate of a large matrix product in the same precision, measured before and after; the
 better of both counts.
 
-A plain loop of somebody else may take turns with ours (`measure(work, plain_of)`): ratios are medians over
+A plain training loop may take turns with ours (`measure(work, plain_of)`): ratios are medians over
 repetitions. On a CPU, one thread, seconds are CPU seconds of the process, so other load on the machine counts for
 little, and what is left of it hits all alike.
 """
@@ -185,7 +185,7 @@ class Bench:
         return sum(seen.values()), len(pack.tokens)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """Above what was there before; None where nobody counts."""
+        """Above what was in use before; None where it is not counted."""
         import torch
 
         if self.device != "cuda":

@@ -35,7 +35,7 @@ class ModelFacts(NamedTuple):
             kv_heads = int(self.config.get("num_key_value_heads") or heads)
             head_dim = int(self.config.get("head_dim") or self.config["hidden_size"] // heads)
             return 2 * int(self.config["num_hidden_layers"]) * kv_heads * head_dim
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             return _UNKNOWN_KV_NUMBERS
 
 

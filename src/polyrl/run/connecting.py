@@ -34,7 +34,7 @@ log = logging.getLogger("polyrl.train")
 
 _DISMISS_S = 5.0
 _TYPICAL_PROMPT = 512
-"""Of an environment, whose prompts nobody knows before."""
+"""Of an environment, whose prompts are not known beforehand."""
 
 
 @asynccontextmanager

@@ -121,7 +121,7 @@ class FleetKeeper:
         self._lives: dict[str, _Life] = {}
         self._trouble = ""
         self._beside: list[str] = []
-        """Workers that somebody started beside those that are wanted."""
+        """Workers that were started by hand, beside those that are wanted."""
         self.held: Mapping[str, HeldWorker] = {}
 
     # How many
@@ -174,7 +174,7 @@ class FleetKeeper:
     # Doing it
 
     async def adopt(self) -> None:
-        """Take over the workers that are there already, whoever started them."""
+        """Take over the workers that are there already, of whatever origin."""
         self.held = await self.provider.held()
         self._names = sorted(
             (name for name, one in self.held.items() if one.is_there), key=lambda name: (len(name), name)

@@ -112,7 +112,7 @@ class OtherRanks:
         self._far: list[FarReplica] = []
 
     def check(self) -> None:
-        """Raises RankLost when a rank has ended: nobody watches them before the run begins."""
+        """Raises RankLost when a rank has ended: the ranks are not watched before the run begins."""
         if (lost := self._gone()) is not None:
             raise lost
 

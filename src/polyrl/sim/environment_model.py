@@ -32,7 +32,7 @@ EpisodeKey = tuple[int, int, int, int]
 
 
 class EpisodeScript(Struct, frozen=True):
-    """The way of an episode that nobody disturbs."""
+    """The way of an undisturbed episode."""
 
     ends: tuple[int, ...]
     """Drawn tokens of the episode at the end of each call."""

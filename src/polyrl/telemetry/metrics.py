@@ -116,7 +116,7 @@ class NewLines(NamedTuple):
 
 
 class GrowingMetrics:
-    """The lines of steps of a file that somebody else writes; each is read once."""
+    """The lines of steps of a file that another process writes; each is read once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -151,7 +151,7 @@ class WorkerAgent:
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
         self._installer.version = version  # an install may be told by its first token before it is told by its end
         if not min(logprobs, default=0.0) >= columns.MIN_LOGPROB or not math.isfinite(sum(logprobs)):
-            # By weights that diverged. Whoever sends it on is refused as a liar.
+            # By weights that diverged. A worker that sent it on would be refused as a liar.
             self._fail(lease, f"version {version} gives no numbers")
             return
         self._book.add(lease, tokens, logprobs, version)

@@ -89,7 +89,7 @@ class ServedEngine:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the server was started by somebody else, and goes on afterwards."""
+        """Whether the server was started outside this worker, and goes on afterwards."""
         return not self._keeper.is_ours
 
     @property

@@ -118,7 +118,7 @@ class SglangServer:
         return str(path)
 
     async def is_ready(self) -> bool:
-        """While it is paused it calls itself unready, and is well all the same."""
+        """While it is paused it reports itself unready, although it is healthy."""
         for path in ("/ready", "/health"):
             try:
                 await self.http.get(path, timeout_s=_REQUEST_S, text=True)

@@ -8,7 +8,7 @@ Rules kept here:
   a full queue stops the reading.
 - Everything but binary frames (text, pings, goodbyes, errors of a peer) is received as aiohttp has it. Masks, sizes and
   fragments are aiohttp's reader's business.
-- The part of an unfinished message that has come is in our memory, before anybody has checked it. So it is counted,
+- The part of an unfinished message that has come is in our memory before it was checked. So it is counted,
   for all connections together (`Unfinished`): a message that takes too long is cut off with its connection, and where
   there is too much of them, the largest.
 """

@@ -116,7 +116,7 @@ def engine_config(scenario: Scenario, scale: Scale, *, local: bool, speed: float
 
 
 def _install_s(scenario: Scenario) -> float:
-    """Fetching and installing a version, where nobody else fetches."""
+    """Fetching and installing a version, for a single worker."""
     network = scenario.network
     gbps = min(network.worker_ingress_gbps, network.trainer_egress_gbps)
     return network.weights_gb * 8.0 / gbps + network.install_s

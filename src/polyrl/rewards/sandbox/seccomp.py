@@ -120,10 +120,10 @@ _SHARED_BY_NOBODY: list[_Instruction] = [
 
 def _sets(which: int, new: int) -> list[_Instruction]:
     """Refuse to set one limit, or what is done with one signal. `new` is the argument with the address of the new one,
-    in two halves; it is none where somebody only asks.
+    in two halves; it is null for a mere query.
 
     A limit of core dumps of 1 keeps the machine's handler, which runs as root outside, from being started; 0 does not.
-    Of a child whose parent ignores SIGCHLD, the kernel adds the CPU time to nobody's.
+    The kernel adds the CPU time of a child whose parent ignores SIGCHLD to no other process.
     """
     return [
         (_EQUAL, 0, 5, which),

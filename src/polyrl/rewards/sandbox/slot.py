@@ -264,7 +264,7 @@ class Slot:
             raise UserError(f"the sandbox cannot be started: {one_line(error)}") from error
 
     async def _read_child(self, info: int) -> int:
-        """Read the number of the sandbox's process 1. Bubblewrap tells more, and dies if nobody reads all of it."""
+        """Read the number of the sandbox's process 1. Bubblewrap tells more, and dies if not all of it is read."""
         os.set_blocking(info, False)
         said, loop = b"", asyncio.get_running_loop()
         while (found := _CHILD.search(said)) is None or b"}" not in said:

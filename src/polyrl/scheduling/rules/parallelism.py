@@ -15,10 +15,10 @@ Rules kept here:
   to while another fits.
 
 The prediction is a lock-step fluid: at token t a copy runs its share of the samples that earlier rounds of the kind
-still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits. How far
-samples ran counts those that were stopped as it counts those that ended: a race that closes early is over early. To it
-is added how long recent rounds of the kind waited for rewards after their last sample, at any width. Where the pool of
-rewards, which score beside generation, was full to the end, the round is taken to be as long at every faster width.
+still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits. Stopped samples count
+with the tokens that they reached, as ended ones do: a race that closes early is over early. To it is added how long
+recent rounds of the kind waited for rewards after their last sample, at any width. Where the pool of rewards, which
+score beside generation, was full to the end, the round is taken to be as long at every faster width.
 
 Left out: prefill, queueing inside an engine, and whether to plan at all (`enabled` is read by the caller).
 """

@@ -47,7 +47,7 @@ class NoAnswer(Exception):
 
 
 def read_firmware(folder: Path = _FIRMWARE) -> str:
-    """Return who made this machine, as its firmware says; empty where it says nothing."""
+    """Return this machine's maker, as its firmware says; empty where it says nothing."""
     said: list[str] = []
     for name in ("sys_vendor", "product_name", "bios_vendor", "chassis_asset_tag"):
         try:

@@ -3,7 +3,7 @@
 Memory means anonymous pages, shared memory and page tables; cached pages of the system's files do not count. A forked
 process shares the zygote's pages until it writes; those would be counted for each, so they are subtracted. A socket can
 hold bytes that no process is charged with; each counts as if it were full. Programs cannot make its buffers larger,
-share memory without a file, or have children that nobody waits for (seccomp.py).
+share memory without a file, or leave children without a parent that waits (seccomp.py).
 """
 
 import contextlib
