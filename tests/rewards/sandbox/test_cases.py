@@ -363,7 +363,7 @@ def test_other_languages_are_compiled_and_run_inside(language: str):
         wrong = await sandbox.run(Program(source=source, language=language, cases=(InputCase(output="6"),)))
         assert wrong.outcome == "failed"
         broken = await sandbox.run(Program(source="int main( {", language=language, cases=right))
-        assert broken.outcome == "crashed"
+        assert broken.outcome == "crashed" and "rror" in broken.detail, broken
 
     in_sandbox(body, LIMITS, size=1)
 
