@@ -42,6 +42,13 @@ def told(now: Status) -> list[tuple[str, str]]:
     return [(one.what, one.then) for one in diagnose(earlier, now).findings]
 
 
+def test_a_worker_whose_short_answers_follow_each_other_does_not_stand_still():
+    still = replace(WORKER, running=2, tokens_running=0, newest_lease=7)
+    earlier, now = (replace(STATUS, workers=(replace(still, newest_lease=lease),)) for lease in (7, 9))
+    assert "wrote nothing" in str(diagnose(earlier, earlier).findings)
+    assert "wrote nothing" not in str(diagnose(earlier, now).findings)
+
+
 def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
     return WaitStatus(what=what, of=of, age_s=age_s, given_up_in_s=5.0)
 
@@ -66,7 +73,7 @@ def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
         ),
         (
             {"duty": "to_training"}, [wait("switch")],
-            "w1's devices change hands (to_training)", "in 5.0 s at the latest",
+            "w1's devices change hands (to training)", "in 5.0 s at the latest",
         ),
         (
             {"connected": False, "last_heard_s": 2.0, "running": 1}, [wait("heartbeat")],
@@ -101,6 +108,15 @@ def test_a_slow_reward_is_named_with_its_own_time_limit_and_those_that_failed_ar
     assert slow.stalls and not slow.needs_help
     assert failed.what == "7 answers had no reward so far; the last: KeyError: 'x'"
     assert failed.do.startswith("runs/x/logs/rewards.log has what functions printed")
+
+
+def test_episodes_that_failed_are_counted_and_prompts_that_were_lost_to_them():
+    ledger: dict[str, Any] = {"episodes_ended": {"scored": 24, "failed": 182}, "prompts_dropped": {"failed": 18}}
+    now = replace(STATUS, ledger=ledger)
+    failed = diagnose(now, now, "runs/x").findings[1]
+    lost = "18 prompts lost so many that no group was left"
+    assert failed.what == f"182 episodes failed so far, through no fault of the policy; {lost}"
+    assert failed.do == "runs/x/logs/manager.log has the reasons"
 
 
 @pytest.mark.parametrize(("states", "there"), [((), ""), (("draining", "joined"), "; r0 is draining; r1 is joined")])

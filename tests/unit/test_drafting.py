@@ -1,6 +1,7 @@
 """Drafts: copied from the longest match, within bounds of memory, whatever is followed and remembered."""
 
 import random
+import time
 import tracemalloc
 
 import pytest
@@ -152,3 +153,20 @@ def test_a_draft_is_accepted_up_to_its_first_wrong_token():
     assert accepted([1, 2, 3], [1, 2, 3, 4]) == 3
     assert accepted([1, 2, 3], [1, 9, 3, 4]) == 1
     assert accepted([], [4]) == 0
+
+
+def test_an_answer_is_remembered_in_the_same_time_beside_ten_prompts_and_ten_thousand():
+    def cost_of_answers(num_prompts: int) -> float:
+        drafts = Drafts()
+        for number in range(num_prompts):
+            drafts.remember(LeaseId(number), prompt := [number, 1, 2, 3], [*prompt, 4, 5])
+        costs: list[float] = []
+        for turn in range(20):
+            began = time.thread_time()
+            for number in range(64):
+                prompt = [number // 8, 7 + turn, 2, 3]
+                drafts.remember(LeaseId(num_prompts + 64 * turn + number), prompt, [*prompt, number, 5])
+            costs.append(time.thread_time() - began)
+        return min(costs)
+
+    assert cost_of_answers(10_000) < 8 * cost_of_answers(10), "a list of all prompts for each answer: 30 times as much"

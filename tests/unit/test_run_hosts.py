@@ -42,6 +42,8 @@ class FleetByScript:
         self.now += seconds
         if said == AWAY:
             raise UserError(AWAY)
+        if isinstance(said, SimpleNamespace):
+            return said
         return SimpleNamespace(hosts=[SimpleNamespace(name=name, connected=True) for name in said])
 
 
@@ -172,4 +174,24 @@ def test_the_last_failure_of_an_episode_is_found_in_the_logs_of_the_runs_hosts(t
         "12:02 polyrl.hosts episode 3/1-1 failed after 0.1 s: the database is down (10 times by now)\n"
         "host host-0: left: the run is over\n"
     )
-    assert hosts.last_failure(tmp_path) == "episodes failed, the last one: the database is down (10 times by now)"
+    assert hosts.last_failure(tmp_path) == "the database is down (10 times by now)"
+
+
+def test_episodes_that_fail_are_told_once_and_at_ten_times_as_many(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "host-0.log").write_text("12:01 polyrl.hosts episode 3/0-1 failed after 0.0 s: no disk\n")
+    counts = [None, 0, 1, 3, 9, 10, 12, 240]
+    said = [SimpleNamespace(ledger={} if num is None else {"episodes_ended": {"failed": num}}) for num in counts]
+    fleet, lines = FleetByScript([(0.0, one) for one in said]), list[str]()
+
+    async def listen() -> None:
+        telling = asyncio.create_task(
+            hosts.tell_of_failures(cast(Fleet, fleet), tmp_path, lambda line: lines.append(str(line)), every_s=0.0)
+        )
+        async with asyncio.timeout(10.0):
+            await fleet.said.wait()
+        telling.cancel()
+
+    asyncio.run(listen())
+    why = "failed so far, through no fault of the policy; the last: no disk"
+    assert lines == [f"1 episode has {why}", f"10 episodes have {why}", f"240 episodes have {why}"]

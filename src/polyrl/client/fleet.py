@@ -1,4 +1,5 @@
-"""A fleet from the trainer's seat: rounds and their groups, prompts, rewards, versions. client/__init__.py shows it.
+"""The trainer's side of a fleet: rounds and their groups, prompts, rewards, versions. client/__init__.py has an
+example.
 
 A group is handed out once; a group that was handed out and not taken when this process died comes again to the next
 one. A group with a token of a version that we did not publish, or one that is no token of the model (checking.py), is
@@ -114,7 +115,7 @@ class RewardResult(NamedTuple):
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name: they stay with the sample."""
     outcome: frames.RewardOutcome = "scored"
-    """`timed_out` or `crashed`: by the answer's own doing. The value counts all the same."""
+    """`timed_out` or `crashed`: the answer is the cause, and the value counts."""
 
 
 class RoundOver(PolyrlError):
@@ -564,7 +565,7 @@ class Fleet:
 
     async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
         rules = self._config.rewards
-        sample = _sample(one.answer, one.origin)._replace(limit_s=one.timeout_s if rules.adaptive else 0.0)
+        sample = _sample(one.answer, one.origin, one.timeout_s if rules.adaptive else 0.0)
         outcome: frames.RewardOutcome = "scored"
         result = RewardResult(0.0)
         limit = asyncio.timeout(max(one.timeout_s, rules.wall_s))
@@ -662,12 +663,12 @@ def _add_rewards(group: Group, added: Sequence[RewardResult | None]) -> Group:
     return group._replace(samples=tuple(samples))
 
 
-def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
+def _sample(text: frames.SamplePayload, origin: Origin, limit_s: float = 0.0) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
-    calls = _calls(text.calls, tokens)
-    read = Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
-    return read._replace(own=text.own)
+    calls = _calls(text.calls, tokens) if text.calls else ()
+    said = text.segments, text.finish, text.reward
+    return Sample(text.sample, tokens, logprobs, *said, origin, text.parts, calls, limit_s, text.own)
 
 
 def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[EpisodeCall, ...]:

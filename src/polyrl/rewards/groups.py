@@ -52,10 +52,16 @@ class RewardGroup(NamedTuple):
 
 def make_group(shared: RewardInput, answers: Sequence[AnswerFacts]) -> RewardGroup:
     """Return the group of these answers; `shared` has the prompt, the expected answer and the row."""
-    made = [shared._replace(limit_s=0.0, **one._asdict()) for one in answers]
-    made = [one if one.episode is None else one._replace(prompt=_first_prompt(one.episode)) for one in made]
+    made = [make_input(shared, one) for one in answers]
     prompt = made[0].prompt if made else shared.prompt
     return RewardGroup(prompt, shared.expected, shared.row, made)
+
+
+def make_input(shared: RewardInput, one: AnswerFacts, limit_s: float = 0.0) -> RewardInput:
+    """Return what a function gets of an answer."""
+    answer, finish, num_tokens, episode = one
+    prompt = shared.prompt if episode is None else _first_prompt(episode)
+    return RewardInput(prompt, answer, shared.expected, shared.row, finish, num_tokens, limit_s, episode)
 
 
 def _first_prompt(episode: RewardEpisode) -> str:

@@ -86,9 +86,11 @@ def weigh(
 
     Raises RewardFailed for a sum that is too large.
     """
-    outcome = _WORST_LAST[max(_WORST_LAST.index(one.outcome) for one in found)]
-    longest = _longest(found)
-    correct = _longest([one for one in found if one.correct is not None] or found).correct
+    outcome, longest, correct = found[0].outcome, found[0], found[0].correct
+    if len(found) > 1:
+        outcome = _WORST_LAST[max(_WORST_LAST.index(one.outcome) for one in found)]
+        longest = _longest(found)
+        correct = _longest([one for one in found if one.correct is not None] or found).correct
     if correct is None and longest.cpu_s is not None:
         correct = longest.score > solved_above
     total = math.fsum(one.weight * its.score for one, its in zip(functions, found, strict=True))

@@ -171,7 +171,24 @@ def last_failure(run_dir: Path) -> str:
         with file.open("rb") as lines:
             lines.seek(max(0, file.stat().st_size - _END_OF_LOG_BYTES))
             found += _FAILED.findall(lines.read().decode(errors="replace"))
-    return f"episodes failed, the last one: {found[-1]}" if found else ""
+    return found[-1] if found else ""
+
+
+async def tell_of_failures(
+    fleet: Fleet, run_dir: Path, say: Callable[[str | Text], None], every_s: float = _LOOK_EVERY_S
+) -> None:
+    """Print a line when an episode has failed, and at ten, a hundred and so on, until cancelled or the manager is given
+    up, which the run says itself."""
+    told = 0
+    with suppress(UserError):
+        while True:
+            ended = (await fleet.status()).ledger.get("episodes_ended", {})
+            num = ended.get("failed", 0)
+            if num and (not told or len(str(num)) > len(str(told))):
+                told, why = num, last_failure(run_dir)
+                what = f"{num} episode{'s have' if num > 1 else ' has'} failed so far, through no fault of the policy"
+                say(Text(f"{what}{f'; the last: {why}' if why else ''}", style="yellow"))
+            await asyncio.sleep(every_s)
 
 
 class HostProcess:

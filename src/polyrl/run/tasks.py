@@ -18,7 +18,7 @@ from polyrl.errors import ConfigError
 from polyrl.rewards import weighing
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.failures import FailureKey, RewardFailures
-from polyrl.rewards.groups import AnswerFacts, RewardGroup, make_group
+from polyrl.rewards.groups import AnswerFacts, RewardGroup, make_group, make_input
 from polyrl.rewards.judging.account import JudgeMeter
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions, check_sent
@@ -176,8 +176,7 @@ class RecipeTasks:
         if all(one.whole_group for one in rewards):
             return Reward()
         (facts,) = await self._written([answer])
-        (given,) = make_group(self._shared(domain, validation, prompt), [facts]).answers
-        given = given._replace(limit_s=limit_s)
+        given = make_input(self._shared(domain, validation, prompt), facts, limit_s)
         make = partial(weighing.score, self._pool, rewards, given, self._solved_above, self._once)
         (found,) = await self._watched((domain, False), validation, prompt, [given], make)
         assert found is not None
@@ -221,14 +220,15 @@ class RecipeTasks:
         make: Callable[[], Awaitable[Reward | list[Reward | None]]],
     ) -> list[Reward | None]:
         """Return the rewards of these answers to one prompt. Failures are counted, for the functions of this kind."""
-        row, name = (kind, validation, prompt), _row_name(self._domains[kind[0]], validation, prompt)
+        row = (kind, validation, prompt)
         if row in self._watch.quarantined:
+            name = _row_name(self._domains[kind[0]], validation, prompt)
             raise RewardFailed(f"{name} is quarantined: {self._watch.quarantined[row]}")
         try:
             found = await make()
         except (RewardFailed, RewardUnavailable) as error:
             self._failures.failed(kind, str(error), len(given))
-            self._watch.failed(kind, row, name, str(error))
+            self._watch.failed(kind, row, _row_name(self._domains[kind[0]], validation, prompt), str(error))
             raise
         except RewardStops as error:
             self._failures.stop(str(error))
@@ -359,7 +359,7 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
 def _open_all(
     recipe: Recipe, surroundings: Surroundings, *, one_step: bool = False
 ) -> tuple[ModelTokenizer, list[Domain]]:
-    """`one_step`: read no more to train on than a step wants."""
+    """Open all domains. `one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, domain_keys(recipe), strict=True))
     if recipe.rewards.processes:
         check_functions(reward_keys(recipe), surroundings)

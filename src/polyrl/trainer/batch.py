@@ -78,22 +78,28 @@ def number_episodes(groups: Sequence[TrainGroup], first: int = 0) -> list[list[i
     numbers: list[list[int]] = []
     for group in groups:
         known: dict[int, int] = {}
-        numbers.append([])
+        its: list[int] = []
         for one in group:
             number = first if one.episode is None else known.setdefault(one.episode, first)
-            numbers[-1].append(number)
-            first = max(first, number + 1)
+            its.append(number)
+            if number == first:
+                first += 1
+        numbers.append(its)
     return numbers
 
 
 def first_sequences(groups: Sequence[TrainGroup]) -> list[tuple[TrainSample, int]]:
     """Return the first sequence of every episode, with the number of drawn tokens of the whole episode."""
-    found: dict[int, tuple[TrainSample, int]] = {}
+    found: list[tuple[TrainSample, int]] = []
     for group, numbers in zip(groups, number_episodes(groups), strict=True):
         for one, number in zip(group, numbers, strict=True):
-            first, num_tokens = found.get(number, (one, 0))
-            found[number] = first, num_tokens + one.num_drawn
-    return list(found.values())
+            num_drawn = len(one.logprobs)
+            if number == len(found):
+                found.append((one, num_drawn))
+            else:
+                first, num_before = found[number]
+                found[number] = first, num_before + num_drawn
+    return found
 
 
 def without(groups: Sequence[TrainGroup], episodes: Container[int], first: int = 0) -> list[list[TrainSample]]:

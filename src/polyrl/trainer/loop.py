@@ -55,6 +55,8 @@ class Arrived(NamedTuple):
     group: Group
     samples: list[TrainSample]
     """Its training sequences."""
+    num_tokens: int
+    """The tokens that it brings to a micro-batch."""
 
 
 class NothingCameError(UserError):
@@ -271,7 +273,7 @@ class Loop:
                     await self._safety.rejected(step, group.id, rewards)
                 await self._fleet.reject(group, ZERO_VARIANCE)
             else:
-                yield Arrived(group, samples)
+                yield Arrived(group, samples, sum(map(_size, samples)))
 
     def _suspects(self, group: Group) -> list[str]:
         """Return the group's workers that were too far off recently. The manager gives up one named three times."""
@@ -304,12 +306,15 @@ class Loop:
     def _teaches_nothing(self, samples: list[TrainSample]) -> bool:
         """Return whether a group has nothing to train on, or is to be filtered for equal rewards."""
         algorithm, cap = self._recipe.algorithm, self._recipe.rollout.max_new_tokens
-        rewards = [shaped_reward(one.reward, num, algorithm, cap) for one, num in first_sequences([samples])]
-        return not samples or (algorithm.zero_variance == "filter" and is_zero_variance(rewards))
+        if not samples or algorithm.zero_variance != "filter":
+            return not samples
+        return is_zero_variance(
+            [shaped_reward(one.reward, num, algorithm, cap) for one, num in first_sequences([samples])]
+        )
 
     def _is_enough(self, waiting: Sequence[Arrived]) -> bool:
         num_samples = sum(len(one.group.samples) for one in waiting)
-        num_tokens = sum(_size(sample) for one in waiting for sample in one.samples)
+        num_tokens = sum(one.num_tokens for one in waiting)
         return is_micro_batch(num_samples, num_tokens, self._recipe.train, self._replicas.device_type)
 
     async def _start_micro_batch(self, step: int, arrived: Sequence[Arrived], number: int) -> list[list[TrainSample]]:

@@ -83,11 +83,13 @@ def make_report(
 
 
 def _means_of_parts(samples: Iterable[TrainSample]) -> dict[str, float]:
+    """Return the mean of each part over the samples that have it, those that most have first."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.parts.items():
             found.setdefault(name, []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+    by_number = sorted(found.items(), key=lambda one: -len(one[1]))
+    return {name: math.fsum(values) / len(values) for name, values in by_number}
 
 
 def _tokens_by_age(step: int, groups: Sequence[TrainGroup]) -> dict[int, int]:
@@ -103,5 +105,6 @@ def _num_mixed(groups: Sequence[TrainGroup]) -> int:
     versions: dict[int, set[int]] = {}
     for group, numbers in zip(groups, number_episodes(groups), strict=True):
         for one, number in zip(group, numbers, strict=True):
-            versions.setdefault(number, set()).update(each.version for each in one.written_by)
+            if one.episode is not None or len(one.written_by) > 1:
+                versions.setdefault(number, set()).update(each.version for each in one.written_by)
     return sum(len(found) > 1 for found in versions.values())

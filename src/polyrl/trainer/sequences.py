@@ -13,8 +13,8 @@ without drawn tokens contributes nothing, and neither does one that the environm
 opponent's: where a later call saw its answer, that is context. An episode without any call that counts is left out of
 its group: the policy did nothing in it.
 
-Tokens are compared as numbers. Whoever renders a conversation anew, and gets other tokens for the same text, gets
-another sequence, and never a token in a context that it was not drawn in.
+Tokens are compared as numbers. A harness that renders a conversation anew, and gets other tokens for the same text,
+begins another sequence, and never a token in a context that it was not drawn in.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,19 +73,21 @@ def find_beginning(prompt: TokenIds, sequences: Sequence[TokenIds]) -> int | Non
 def train_samples(group: Group, prompt: Callable[[], TokenIds]) -> list[TrainSample]:
     """Return the sequences of a group. `prompt` returns the group's; it is not called for episodes."""
     made: list[TrainSample] = []
+    shared: TokenIds | None = None
     for index, sample in enumerate(group.samples):
         if sample.calls:
             made += _of_episode(group, sample, index)
         elif len(sample.tokens):
-            made.append(_of_answer(group, sample, prompt()))
+            shared = prompt() if shared is None else shared
+            made.append(_of_answer(group, sample, shared))
     return made
 
 
 def _of_answer(group: Group, sample: Sample, prompt: TokenIds) -> TrainSample:
     return TrainSample(
         prompt=prompt,
-        answer=sample.tokens.astype(np.int32),
-        logprobs=sample.logprobs.astype(np.float32),
+        answer=sample.tokens.astype(np.int32, copy=False),
+        logprobs=sample.logprobs.astype(np.float32, copy=False),
         reward=sample.reward,
         group=group.id,
         finish=sample.finish,
@@ -124,6 +126,9 @@ def _of_episode(group: Group, sample: Sample, index: int) -> list[TrainSample]:
 
 
 def _segments(sample: Sample) -> tuple[TrainSegment, ...]:
+    if len(sample.segments) == 1:
+        (only,) = sample.segments
+        return (TrainSegment(only.version, len(sample.tokens) - only.from_token, only.engine, only.worker),)
     ends = [segment.from_token for segment in sample.segments[1:]] + [len(sample.tokens)]
     return tuple(
         TrainSegment(segment.version, end - segment.from_token, segment.engine, segment.worker)

@@ -146,6 +146,8 @@ class Drafts:
         """By prompt, the longest unused first."""
         self._lengths: Counter[int] = Counter()
         """How many prompts there are of which length."""
+        self._last: tuple[Sequence[int], bytes] = [], b""
+        """The prompt that was looked for last, and its pool: answers of a group follow each other."""
         self._pool_of: dict[LeaseId, _Pool] = {}
         self._sources: dict[LeaseId, list[Text]] = {}
         """The texts beside its own that a running sample is drafted from."""
@@ -230,6 +232,10 @@ class Drafts:
 
     def _find_or_open(self, prompt: Sequence[int]) -> _Pool:
         """Return the pool whose prompt is the longest that this one begins with; else a new one."""
+        last, its = self._last
+        if its in self._pools and last == prompt:  # a pool that was opened since cannot be a longer beginning
+            self._pools.move_to_end(its)
+            return self._pools[its]
         raw = array("i", prompt).tobytes()
         hashed, done, found = blake2b(digest_size=16), 0, None
         for length in sorted(one for one in self._lengths if one <= len(prompt)):
@@ -245,6 +251,7 @@ class Drafts:
             self._lengths[len(prompt)] += 1
             self.size += pool.size
         self._pools.move_to_end(found)
+        self._last = list(prompt), found
         return self._pools[found]
 
     def _retire(self, lease: LeaseId) -> None:

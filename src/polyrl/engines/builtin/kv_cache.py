@@ -28,13 +28,14 @@ from typing import NamedTuple
 ROOT = b""
 """The key before the first block. No block has it: theirs are 16 bytes long."""
 _KEY_BYTES = 16
+_TOKEN_BYTES = 8
 
 
 class _Tail(NamedTuple):
     parent: bytes
     """The key of the text before its block."""
-    length: int
-    key: bytes
+    text: bytes
+    """Its tokens, packed."""
 
 
 class KvCache:
@@ -52,11 +53,11 @@ class KvCache:
         """Blocks that are known and not held, the longest unused first."""
         self._stale: set[int] = set()
         """Held since before the weights changed."""
-        self._tails: dict[bytes, dict[int, None]] = {}
-        """By the key of a text, the blocks that begin with its tail."""
+        self._tails: dict[_Tail, dict[int, None]] = {}
+        """The blocks that begin with a tail."""
         self._tails_of: dict[int, list[_Tail]] = {}
         """By block."""
-        self._tail_lengths: dict[bytes, Counter[int]] = {}
+        self._tail_lengths: dict[bytes, dict[int, int]] = {}
         """By the key of the text before the block: how many tails there are of which length."""
 
     @property
@@ -134,7 +135,7 @@ class KvCache:
             return None
         raw = array("q", tokens).tobytes()
         for length in sorted(lengths, reverse=True):
-            blocks = self._tails.get(_hash(parent, raw[: 8 * length])) if length <= len(tokens) else None
+            blocks = self._tails.get(_Tail(parent, raw[: _TOKEN_BYTES * length])) if length <= len(tokens) else None
             if blocks:
                 return next(iter(blocks)), length
         return None
@@ -148,30 +149,30 @@ class KvCache:
         parent = self._key_before(blocks, number)
         if parent is None or block in self._stale:
             return
-        tail = _Tail(
-            parent, length, _hash(parent, array("q", tokens[number * self.block_tokens : num_tokens]).tobytes())
-        )
+        tail = _Tail(parent, array("q", tokens[number * self.block_tokens : num_tokens]).tobytes())
         tails = self._tails_of.setdefault(block, [])
         if tail not in tails:
             tails.append(tail)
-            self._tails.setdefault(tail.key, {})[block] = None
-            self._tail_lengths.setdefault(parent, Counter())[length] += 1
+            self._tails.setdefault(tail, {})[block] = None
+            lengths = self._tail_lengths.setdefault(parent, {})
+            lengths[length] = lengths.get(length, 0) + 1
 
     def _key_before(self, blocks: Sequence[int], number: int) -> bytes | None:
         """Return the key of the text before a block; None if that was not published."""
         return self._keys[blocks[number - 1]] if number else ROOT
 
     def _forget_tails(self, block: int) -> None:
-        for parent, length, key in self._tails_of.pop(block, ()):
-            del self._tails[key][block]
-            if not self._tails[key]:
-                del self._tails[key]
-            lengths = self._tail_lengths[parent]
+        for tail in self._tails_of.pop(block, ()):
+            its, length = self._tails[tail], len(tail.text) // _TOKEN_BYTES
+            del its[block]
+            if not its:
+                del self._tails[tail]
+            lengths = self._tail_lengths[tail.parent]
             lengths[length] -= 1
             if not lengths[length]:
                 del lengths[length]
             if not lengths:
-                del self._tail_lengths[parent]
+                del self._tail_lengths[tail.parent]
 
     def forget(self) -> None:
         """Match no block computed so far again, since the weights changed. Held blocks stay held."""
@@ -246,10 +247,10 @@ class KvCache:
         assert all(self._keys[block] is None for block in [*self._empty, *self._stale])
         assert self._stale <= set(held)
         tails = [(block, tail) for block, its in self._tails_of.items() for tail in its]
-        assert {key: set(its) for key, its in self._tails.items()} == {
-            key: {block for block, tail in tails if tail.key == key} for key in {tail.key for _, tail in tails}
+        assert {tail: set(its) for tail, its in self._tails.items()} == {
+            tail: {block for block, other in tails if other == tail} for tail in {tail for _, tail in tails}
         }
-        lengths = Counter((tail.parent, tail.length) for _, tail in tails)
+        lengths = Counter((tail.parent, len(tail.text) // _TOKEN_BYTES) for _, tail in tails)
         assert lengths == {(one, length): num for one, its in self._tail_lengths.items() for length, num in its.items()}
         assert all(self._tail_lengths.values())
         assert self._tails_of.keys() <= {*held, *self._idle} - self._stale
@@ -258,7 +259,7 @@ class KvCache:
 def _chain(parent: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
     """Return the keys of whole blocks that follow `parent`."""
     raw = array("q", tokens).tobytes()
-    num_bytes = 8 * block_tokens
+    num_bytes = _TOKEN_BYTES * block_tokens
     keys: list[bytes] = []
     for start in range(0, len(raw), num_bytes):
         parent = _hash(parent, raw[start : start + num_bytes])
