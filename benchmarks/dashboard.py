@@ -180,7 +180,7 @@ async def _look(http: aiohttp.ClientSession, seen: list[int]) -> None:
     async with http.get("/dash/api/stream", timeout=aiohttp.ClientTimeout(total=None)) as stream:
         stream.raise_for_status()
         async for _ in stream.content:
-            for name in ("timeline", "series?names=time/step_total"):
+            for name in ("timeline", "series?name=time/step_total"):
                 async with http.get(f"/dash/api/{name}") as answer:
                     answer.raise_for_status()
                     await answer.read()

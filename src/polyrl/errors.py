@@ -88,6 +88,11 @@ def plain(text: str) -> str:
     return "".join(map(_shown, text))
 
 
+def plain_lines(text: str) -> str:
+    """Return untrusted text of several lines, each of them `plain`."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
 def _shown(character: str) -> str:
     if character.isprintable():
         return character

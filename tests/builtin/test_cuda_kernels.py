@@ -120,10 +120,17 @@ for num_kv in (1, 3, 4):
     assert torch.equal(its_keys, keys[blocks, :, within]) and torch.equal(its_values, values[blocks, :, within])
 """
 
-SCRIPTS = {"decoding": DECODING, "drawing": DRAWING, "edges": EDGES, "chunks": CHUNKS, "prefilling": PREFILLING}
+OTHERS = {"drawing": DRAWING, "edges": EDGES, "chunks": CHUNKS, "prefilling": PREFILLING}
+"""Of kernels that test_cuda_runner.py runs too, against the engine on the CPU."""
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(DECODING, id="decoding"),
+        *(pytest.param(one, id=name, marks=pytest.mark.gpu_scripts) for name, one in OTHERS.items()),
+    ],
+)
 def test_a_kernel_gives_what_torch_gives(script):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}

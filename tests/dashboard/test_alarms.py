@@ -69,7 +69,7 @@ def test_a_worker_that_writes_half_as_fast_lags_or_is_silent_is_named_and_the_tr
     behind = replace(WORKER, name="old", version=0)
     silent = replace(WORKER, name="gone", last_heard_s=40.0)
     status = replace(STATUS, workers=(*fleet, slow, behind, silent))
-    raised = [*alarms.of_fleet(status, (), paces)]
+    raised = [*alarms.of_fleet(status, paces)]
     found = {one.name: one.what for one in raised}
     assert found.keys() == {"slow worker", "worker lags", "worker silent"}
     assert (
@@ -78,5 +78,15 @@ def test_a_worker_that_writes_half_as_fast_lags_or_is_silent_is_named_and_the_tr
         and "40 s" in found["worker silent"]
     )
     assert raised[0].of == "slow" and "5.0 times as long" in raised[0].costs and "$2.00 an hour" in raised[0].costs
-    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet, slow)), {"slow"}, paces)] == []
-    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet[:1], slow)), (), paces)] == [], "of two, which is slow?"
+    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet, replace(slow, local=True))), paces)] == []
+    assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet[:1], slow)), paces)] == [], "of two, which is slow?"
+
+
+def test_a_gradient_that_is_no_number_is_told_and_one_that_is_missing_is_not():
+    steps = {"reward/mean": [0.5] * 20, "time/step_total": [2.0] * 20}
+    broken = {**steps, "actor/grad_norm": [1.0] * 17, "actor/skipped_updates": [0.0] * 17 + [1.0] * 3}
+    (found,) = alarms.of_metrics(broken)
+    assert found.name == "gradient is no number" and found.what.startswith("3 of the last 5 steps")
+    assert found.costs.startswith("6.0 s")
+    nothing = {**steps, "actor/grad_norm": [1.0] * 19 + [0.0], "actor/skipped_updates": [0.0] * 19 + [1.0]}
+    assert names(nothing) == []

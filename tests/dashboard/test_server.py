@@ -67,11 +67,14 @@ def test_everything_that_the_page_asks_for_is_there(path: Path):
                 assert code == 200 and told, name
             spent = (await get(session, "ledger"))[1]
             assert sum(sum(one.values()) for one in spent["dollars"].values()) == pytest.approx(spent["usd"]["total"])
-            code, told = await get(session, "series", names="time/step_total,nothing", x="seconds")
-            assert code == 200 and len(told["x"]) == len(told["columns"]["nothing"])
+            code, told = await get(session, "series", name=["time/step_total", "own/a,b"], x="seconds")
+            assert code == 200 and len(told["x"]) == len(told["columns"]["own/a,b"])
             assert (await get(session, "sample", step=3, name="1/0"))[1]["reward"] == 0.25
             rows = (await get(session, "timeline"))[1]["rows"]
-            sample = next(lease[2] for row in rows for lease in row["leases"])
+            name = next(row["name"] for row in rows if row["num_leases"])
+            opened = next(row for row in (await get(session, "timeline", open=name))[1]["rows"] if row["name"] == name)
+            assert len(opened["leases"]) == opened["num_leases"]
+            sample = opened["leases"][0][2]
             assert (await get(session, "story", sample=sample))[1][0].startswith(f"sample {sample}: ")
             assert (await get(session, "prompt", domain=0, prompt=0))[0] == 200
             had = (await get(session, "fleet", first=1, most=2))[1]
@@ -300,3 +303,16 @@ def test_a_page_that_reads_nothing_of_its_stream_is_cut_off():
         await runner.cleanup()
 
     asyncio.run(scenario())
+
+
+def test_what_is_no_http_is_refused_and_leaves_no_traceback(path: Path, caplog: pytest.LogCaptureFixture):
+    async def scenario():
+        async with dashboard(path) as session:
+            port = session._base_url.port  # type: ignore[union-attr]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /dash/?run=\xd9\xa3 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            writer.close()
+
+    asyncio.run(scenario())
+    assert caplog.records == []

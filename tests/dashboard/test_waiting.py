@@ -14,7 +14,7 @@ from polyrl.dashboard.waiting import WORDS, TimePart, TimeUse, WaitingContext, d
 from polyrl.dashboard.watched import WatchedRun
 from polyrl.journal.files import FILE_NAME
 from polyrl.scheduling.core.desk import Desk
-from polyrl.wire.control import RewardsStatus
+from polyrl.wire.control import EnvironmentStatus, RewardsStatus
 
 
 def desk(*, busy: bool = False, validates: bool = False, paused: bool = False, **of_round: Any) -> Desk:
@@ -97,6 +97,19 @@ def test_what_holds_it_up_is_said_with_why_what_it_costs_and_what_to_do():
 @pytest.mark.parametrize("name", ["updates", "validates"])
 def test_what_comes_before_a_first_step_holds_nothing_up(name: str):
     assert slowest([part(name, 90.0)], WaitingContext(STATUS)) is None
+
+
+def test_a_slow_environment_is_named_with_the_time_of_its_turns_and_whether_places_are_missing():
+    slow = EnvironmentStatus(
+        name="mine:Browser", places=128, playing=128, waiting=0, turn_p50_s=2.0, turn_p99_s=30.0, turn_limit_s=600.0,
+        episode_limit_s=3600.0,
+    )  # fmt: skip
+    found = slowest([part("environments", 90.0)], WaitingContext(replace(STATUS, environments=[slow])))
+    assert found is not None and "turns of mine:Browser take longer than 2.0 s" in found.why and "30.0 s" in found.why
+    assert found.do.startswith("see what its tools wait for") and "async" in found.do
+    crowded = [replace(slow, places=64, waiting=64)]
+    found = slowest([part("environments", 90.0)], WaitingContext(replace(STATUS, environments=crowded)))
+    assert found is not None and "plays more at once: 64 episodes wait for a place" in found.do
 
 
 def test_a_slow_worker_is_named_where_steps_wait_for_the_last_answers():

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from tests.builtin.tiny_models import save_tiny
+from tests.warm import WarmProcess
 
 LETTERS = [chr(0x4E00 + number) for number in range(3, 60)]
 
@@ -28,21 +27,16 @@ def bare_desk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path
 
 
-def polyrl(*arguments: str, together: bool = False) -> "subprocess.Popen[str]":
+def polyrl(*arguments: str, together: bool = False) -> WarmProcess:
     """A process of this source tree; `together`: what it says of errors is in its output."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyrl", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT if together else subprocess.PIPE, text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-    )  # fmt: skip
+    return WarmProcess(arguments, together=together)
 
 
-def start(*settings: str) -> "subprocess.Popen[str]":
+def start(*settings: str) -> WarmProcess:
     return polyrl("train", "recipe.toml", *settings)
 
 
-def join(run_dir: Path) -> "subprocess.Popen[str]":
+def join(run_dir: Path) -> WarmProcess:
     """A worker that the run has not started."""
     until = time.monotonic() + 60
     while not (run_dir / "manager.json").exists() and time.monotonic() < until:

@@ -89,3 +89,33 @@ def test_an_answer_that_no_worker_writes_is_given_up_and_a_worker_that_comes_in_
                 assert len(await waiting) == TOKENS
 
     run(scenario())
+
+
+def test_clients_that_ask_without_a_pause_leave_a_round_half_of_the_places(tmp_path: Path):
+    """With more questions than places, a round got none, for as long as there were any."""
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live), trainer(live) as fleet, asker(live) as client:
+            await fleet.publish(0)
+            num_answered = 0
+
+            async def keep_asking() -> None:
+                nonlocal num_answered
+                while True:
+                    await ask(client, n=4)
+                    num_answered += 1
+
+            asking = [asyncio.create_task(keep_asking()) for _ in range(8)]
+            await until(lambda: num_answered > 8, "clients are answered")
+            for step in range(2):
+                async with asyncio.timeout(15.0):
+                    groups = await play_round(fleet, step)
+                assert [len(group.samples) for group in groups] == [4, 4]
+                await fleet.publish(step + 1)
+            num_before = num_answered
+            await until(lambda: num_answered > num_before + 8, "clients are still answered")
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    run(scenario(), 60.0)

@@ -3,6 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +34,7 @@ from polyrl.config.recipe_files import load_recipe
 from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER
 from polyrl.manager import status
 from polyrl.run.checkpoints import write_recipe
-from polyrl.run.diagnosis import diagnose
+from polyrl.run.diagnosis import diagnose, diagnose_stopped
 from polyrl.run.findings import Diagnosis
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules
@@ -198,6 +202,20 @@ def test_the_command_says_it_in_text_and_in_json(tmp_path: Path, capsys, monkeyp
     assert "if the run was killed: polyrl train --resume RUN_DIR" in capsys.readouterr().err
 
 
+def test_a_manager_whose_process_is_stopped_is_named_at_once(tmp_path: Path, capsys):
+    words = [sys.executable, "-m", "polyrl", "manager", "--run-dir", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and "manager:" in process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert main(["doctor", str(tmp_path)]) == 1
+            assert f"let it go on: kill -CONT {process.pid}" in capsys.readouterr().out
+        finally:
+            process.kill()
+    assert diagnose_stopped(tmp_path) is None
+
+
 def step(**metrics: float) -> dict[str, Any]:
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
     return {"step": 0, "time/step_total": 10.0, "idle/trainer_share": 0.0, "idle/fleet_share": 0.0, **named}
@@ -304,13 +322,17 @@ def test_a_run_that_waited_for_rewards_is_told_so_and_the_function_named(tmp_pat
     (tmp_path / LIVE_FOLDER).mkdir()
     (tmp_path / "sim" / FILE_NAME).rename(tmp_path / LIVE_FOLDER / f"{EVENTS}-000001.bin")
     (tmp_path / "recipe.toml").write_text('[train]\nsteps = 2\n[data]\nreward = "mine:slow"\n')
-    lines = [json.dumps({**step(idle__trainer_share=0.9), "step": number}) for number in range(2)]
+    stale = {"staleness/mean": 9.0}
+    lines = [json.dumps({**step(idle__trainer_share=0.9), **stale, "step": number}) for number in range(2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "of the trainer's time goes to waiting for rewards\n    why: answers are written sooner" in out
     assert "the reward function mine:slow scores them" in out
     assert "writing is what takes long" not in out
+    assert "alarm: stale data: tokens trained on are 9.0 versions old" in out
+    assert main(["doctor", str(tmp_path), "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)["alarms"]] == ["stale data"]
 
 
 def test_doctor_prints_the_command_with_which_a_worker_joins(tmp_path: Path, capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from tests.warm import run_warm
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.starters.arithmetic import make_model
@@ -53,11 +54,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def polyrl(folder: Path, *argv: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(
-        [sys.executable, "-m", "polyrl", *argv],
-        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False,
-    )  # fmt: skip
+    return run_warm(*argv, folder=folder, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.timeout(600)

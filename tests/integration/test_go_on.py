@@ -4,8 +4,6 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from tests.integration.desks import bare_desk, model, start
 from tests.integration.test_train import desk
+from tests.warm import run_warm
 
 from polyrl.cli import train
 from polyrl.cli.main import main
@@ -33,11 +32,8 @@ SETTINGS = (
 def go_on(*settings: str, run: Path = RUN, folder: Path | None = None) -> tuple[int, str, str]:
     """Code, output and errors of `polyrl train --resume`, in a process of its own."""
     places = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.getcwd()])
-    done = subprocess.run(
-        [sys.executable, "-m", "polyrl", "train", "--resume", str(run), *settings],
-        capture_output=True, text=True, timeout=100, check=False, cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places},
-    )  # fmt: skip
+    arguments = ("train", "--resume", str(run), *settings)
+    done = run_warm(*arguments, folder=folder, environment={"PYTHONPATH": places}, timeout_s=100)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -1,12 +1,11 @@
 """Whole runs of `polyrl train` with several replicas: each generates and trains by itself, and all train one model."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.warm import run_warm
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.journal.files import open_journals
@@ -37,10 +36,8 @@ def model(tmp_path_factory) -> Path:
 
 
 def train(model: Path, run_dir: Path, *more: str) -> None:
-    command = [sys.executable, "-m", "polyrl", "train", "arithmetic", f"model.path={model}", *SETTINGS, *more]
-    done = subprocess.run(
-        [*command, "--run-dir", str(run_dir)], capture_output=True, text=True, timeout=180, check=False
-    )
+    arguments = ("train", "arithmetic", f"model.path={model}", *SETTINGS, *more, "--run-dir", str(run_dir))
+    done = run_warm(*arguments, timeout_s=180)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Traceback" not in done.stderr
 

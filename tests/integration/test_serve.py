@@ -259,6 +259,32 @@ def test_a_prompt_that_is_too_long_costs_nobody_a_second(fleet: ServedFleet):
     assert fleet.client().completions.create(model="bytes", prompt="short", max_tokens=2).choices
 
 
+def test_token_ids_by_the_million_are_refused_before_they_are_looked_at(fleet: ServedFleet):
+    """Each request stood in everybody's way for a third of a second, and its tokens went out to a worker."""
+    with pytest.raises(openai.BadRequestError, match="1900000 token ids; expected at most") as caught:
+        fleet.client().completions.create(model="bytes", prompt=[1] * 1_900_000, max_tokens=2)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"eos_token": "x" * 1_000_000}, "eos_token is not among"),
+        ({"bos_token": "x"}, "bos_token is not among"),
+        ({"note": "x" * 1_000_000}, "bytes, expected at most 16384"),
+    ],
+)
+def test_what_a_template_writes_with_every_message_is_not_for_clients_to_make_large(
+    fleet: ServedFleet, options: dict[str, str], words: str
+):
+    """A special token of megabytes was written once for each of ten thousand messages: the manager died of it."""
+    many: Any = [{"role": "user", "content": "x"}] * 20
+    with pytest.raises(openai.BadRequestError, match=words):
+        fleet.client().chat.completions.create(
+            model="bytes", messages=many, extra_body={"chat_template_kwargs": options}
+        )
+
+
 def test_a_body_nested_without_end_is_refused(fleet: ServedFleet):
     headers = {"Authorization": f"Bearer {fleet.token('generate')}"}
     nested = b'{"messages": [{"role": "user", "content": ' + b"[" * 100_000

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.integration.desks import bare_desk, model
 from tests.integration.test_train import desk, start
+from tests.warm import run_warm
 
 from polyrl.cli.main import main
 
@@ -22,9 +22,7 @@ RUN = Path("runs/tiny")
 
 
 def polyrl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "polyrl", *arguments], capture_output=True, text=True, timeout=200, check=False
-    )
+    return run_warm(*arguments, timeout_s=200)
 
 
 def until(holds: Callable[[], bool], seconds: float = 180.0) -> None:

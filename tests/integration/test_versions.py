@@ -24,7 +24,7 @@ from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
 from polyrl.weights.shelf import HostCopy
 from polyrl.wire import columns, frames
-from polyrl.wire.control import JoinReply, JoinRequest
+from polyrl.wire.control import DrainRequest, JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
@@ -457,6 +457,8 @@ def test_a_local_worker_generates_then_turns_to_training_when_nothing_is_left(tm
                 await ours.fleet.micro_batch_done(step)
                 await ours.fleet.step_done(step)
             await until(lambda: turns[-1] == "generating", "it generates again when the step is trained")
+            with pytest.raises(UserError, match="local is the trainer's own: without it the run ends"):
+                await dialer.post("/v1/workers/local/drain", DrainRequest(), dict)
             agent.drain("the test is over")
             assert (await life).ok
 

@@ -1,4 +1,4 @@
-"""What ranks on two nodes do for test_nodes_publish: `python -m tests.trainer.nodes_at_work FOLDER PORT`.
+"""What ranks on two nodes do for test_nodes_publish: `python -m tests.trainer.nodes_at_work FOLDER PORT CASES`.
 
 Every case publishes two versions, of which each node serves its share, and then the same ones from rank zero alone.
 Rank zero pulls both as a worker does, and leaves what came of it in FOLDER.
@@ -37,15 +37,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "adapter": {"lora": replace(LORA, publish="adapter")},
     "experts in files": {"family": "qwen3_moe", "in_files": True},
 }
-CASES = [*((1, name) for name in SHAPES), (2, "plain"), (2, "lora"), (4, "plain"), (4, "adapter")]
+CASES = {
+    "first": [(1, "plain"), (1, "adapter"), (2, "lora"), (4, "plain")],
+    "others": [(1, "lora"), (1, "experts in files"), (2, "plain"), (4, "adapter")],
+}
 """The number of replicas, and the shape of the model."""
 
 
-def main(folder: Path, port: str, rank: int) -> None:
+def main(folder: Path, port: str, which: str, rank: int) -> None:
     torch.set_num_threads(1)
     node, local = divmod(rank, NUM_RANKS // NUM_NODES)
     ranks = Ranks.join(RankInfo(rank, NUM_RANKS, f"tcp://127.0.0.1:{port}", local, 2, node, NUM_NODES))
-    for num_replicas, name in CASES:
+    for num_replicas, name in CASES[which]:
         ranks.use("cpu", num_replicas)
         shape = SHAPES[name]
         sharing = None if ranks.replica.size == 1 else ranks.replica
@@ -127,4 +130,4 @@ async def lead(
 
 
 if __name__ == "__main__":
-    fork_each(NUM_RANKS, partial(main, Path(sys.argv[1]), sys.argv[2]))
+    fork_each(NUM_RANKS, partial(main, Path(sys.argv[1]), *sys.argv[2:]))

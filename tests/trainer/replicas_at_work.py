@@ -1,4 +1,4 @@
-"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work FOLDER`.
+"""What several replicas do for test_replicas: `python -m tests.trainer.replicas_at_work FOLDER SETTING...`.
 
 Every case is two steps of training. Each replica is given other groups than the others, in any number of calls, and
 all meet at the end of the step. Rank zero leaves what came of it in FOLDER.
@@ -45,6 +45,8 @@ SETTINGS = {
 }
 """The number of ranks, of replicas and of ranks in a context, and the cases. The first group goes to another replica in
 each step."""
+OTHERS = ("4 of 1", "2 contexts of 2")
+"""Settings that repeat a smaller one with more ranks: for `make test-chaos`."""
 
 
 def two_steps(
@@ -87,5 +89,5 @@ def main(name: str, folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    for one in SETTINGS:
+    for one in sys.argv[2:]:
         fork_each(SETTINGS[one][0], partial(main, one, Path(sys.argv[1])))

@@ -1,5 +1,8 @@
 """The plan's estimate of memory knows LoRA, a reference, a critic, offloading and eight bits."""
 
+import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,3 +123,17 @@ def test_the_plan_shows_the_first_prompt_of_each_domain_as_the_model_sees_it(fol
         f"#   tokens: {' '.join(map(str, tokens))}",
         "#   expected: 3",
     ]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"hidden_size": math.inf}, {"num_attention_heads": 0}, {"architectures": []}, {"num_hidden_layers": -math.inf}],
+)
+def test_a_model_whose_sizes_are_none_is_one_line(folder: Path, tmp_path: Path, lie: dict[str, object]):
+    strange = shutil.copytree(folder, tmp_path / "strange")
+    config = json.loads((strange / "config.json").read_text())
+    config.pop("head_dim", None)
+    (strange / "config.json").write_text(json.dumps({**config, **lie}))
+    with pytest.raises(ConfigError) as caught:
+        read_shape(str(strange))
+    assert str(caught.value).startswith("model.path: ") and "\n" not in str(caught.value)

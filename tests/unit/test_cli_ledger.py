@@ -12,6 +12,7 @@ from tests.unit.tiny import write_tiny
 
 from polyrl.cli.main import main
 from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER, JournalWriter
+from polyrl.journal.framing import frame
 from polyrl.journal.records import encode_header, encode_record
 from polyrl.manager.settings import JournalSettings
 from polyrl.scheduling.scheduler import Scheduler
@@ -213,3 +214,22 @@ def test_a_run_without_events_and_without_prices_is_told(tmp_path, capsys):
     assert (code, err) == (0, "")
     assert out.startswith(f"{tmp_path}: 0 steps trained in 0.0 s; rounds opened: none")
     assert "dollars: none; all prices are 0" in out
+
+
+EVIL = "\x1b]0;title\x07\u202e"
+
+
+def test_words_of_a_strangers_journal_move_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    header = encode_header(CONFIG, {"caveat": EVIL})
+    unknown = frame(msgspec.msgpack.encode([0.0, {"event": "WorkerLeft", "worker": EVIL, "cause": EVIL}, bytes(8)]))
+    strange = frame(
+        msgspec.msgpack.encode([0.0, {"event": "LeaseEnded", "lease": 1, "num_tokens": 1, "reason": EVIL}, bytes(8)])
+    )
+    for number, data in enumerate((header, header + unknown, header + strange)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / FILE_NAME).write_bytes(data)
+        for argv in (["ledger", str(folder)], ["story", str(folder), "1/0"], ["replay", str(folder)]):
+            main(argv)
+            said = capsys.readouterr()
+            assert all(line.isprintable() for line in (said.out + said.err).split("\n")), argv

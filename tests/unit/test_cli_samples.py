@@ -1,9 +1,11 @@
 """`polyrl samples` without a run: what a model may write, what a person may ask, what is kept on the disk."""
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +50,35 @@ def write(run_dir: Path, step: int) -> Path:
     path = folder / entries.name_of(step)
     path.write_bytes(entries.encode(entries.make(step, 10, [groups], b"", rejected)))
     return path
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"written_by": (TrainSegment(0, 1 << 31),)},
+        {"written_by": (TrainSegment(0, -3), TrainSegment(0, 6))},
+        {"written_by": 7},
+        {"reward": math.nan},
+        {"reward": "\x1b[2J"},
+        {"parts": {"style": math.inf}},
+        {"parts": [1.0]},
+        {"prompt": "text"},
+        {"prompt": np.array([-5], np.int32)},
+        {"logprobs": np.zeros(3, np.float64)},
+        {"drawn": np.array([0, 1, 1 << 30], np.int32)},
+        {"episode": [1]},
+        {"finish": 5},
+    ],
+    ids=str,
+)
+def test_a_file_that_no_run_writes_is_one_line_although_its_digest_is_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lie: dict[str, Any]
+):
+    path = write(tmp_path, 3)
+    path.write_bytes(entries.encode(entries.make(3, 10, [[[sample(1.0)._replace(**lie)]]], b"", [])))
+    assert main(["samples", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"polyrl: error: {path}: is no entry of this PolyRL: ") and said.count("\n") == 1
 
 
 def test_a_run_without_a_recipe_shows_tokens_with_rewards_parts_and_writers(

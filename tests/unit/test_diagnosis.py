@@ -42,6 +42,13 @@ def told(now: Status) -> list[tuple[str, str]]:
     return [(one.what, one.then) for one in diagnose(earlier, now).findings]
 
 
+def test_a_worker_whose_short_answers_follow_each_other_does_not_stand_still():
+    still = replace(WORKER, running=2, tokens_running=0, newest_lease=7)
+    earlier, now = (replace(STATUS, workers=(replace(still, newest_lease=lease),)) for lease in (7, 9))
+    assert "wrote nothing" in str(diagnose(earlier, earlier).findings)
+    assert "wrote nothing" not in str(diagnose(earlier, now).findings)
+
+
 def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
     return WaitStatus(what=what, of=of, age_s=age_s, given_up_in_s=5.0)
 
@@ -66,7 +73,7 @@ def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
         ),
         (
             {"duty": "to_training"}, [wait("switch")],
-            "w1's devices change hands (to_training)", "in 5.0 s at the latest",
+            "w1's devices change hands (to training)", "in 5.0 s at the latest",
         ),
         (
             {"connected": False, "last_heard_s": 2.0, "running": 1}, [wait("heartbeat")],

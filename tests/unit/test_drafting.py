@@ -2,10 +2,21 @@
 
 import random
 import time
+import tracemalloc
 
 import pytest
 
-from polyrl.engines.builtin.drafting import GRAM, MAX_TEXTS, NOTHING, Draft, Drafts, Text, accepted
+from polyrl.engines.builtin.drafting import (
+    GRAM,
+    MAX_TEXTS,
+    NOTHING,
+    POOL_SIZE,
+    TEXT_SIZE,
+    Draft,
+    Drafts,
+    Text,
+    accepted,
+)
 from polyrl.ids import LeaseId
 
 PROMPT = [100, 101, 102, 103]
@@ -84,7 +95,7 @@ def test_a_text_indexed_in_pieces_is_indexed_as_at_once(piece):
 
 def test_memory_stays_within_its_bounds_whatever_comes():
     draw = random.Random(5)
-    drafts = Drafts(max_tokens=3000, max_indexed=900)
+    drafts = Drafts(max_size=3000, max_indexed=900)
     running: dict[LeaseId, tuple[list[int], list[int]]] = {}
     for number in range(600):
         prompt = [draw.randrange(4), *range(10, 10 + draw.randrange(1, 8))]
@@ -101,8 +112,8 @@ def test_memory_stays_within_its_bounds_whatever_comes():
                 its, tokens = running.pop(lease)
                 drafts.remember(lease, its, tokens)
         drafts.check()
-        num_running = sum(len(tokens) for _, tokens in running.values())
-        assert drafts.num_tokens <= 3000 + num_running + 8 * len(running)
+        of_running = sum(TEXT_SIZE + len(tokens) for _, tokens in running.values())
+        assert drafts.size <= 3000 + of_running + (POOL_SIZE + TEXT_SIZE + 8) * len(running)
     drafts.follow([])
     drafts.check()
     assert drafts.num_indexed == 0, "nothing runs"
@@ -113,7 +124,24 @@ def test_a_pool_has_a_bounded_number_of_texts():
     for number in range(3 * MAX_TEXTS):
         drafts.remember(LeaseId(number), PROMPT, [*PROMPT, number, 1, 2, 3])
     drafts.check()
-    assert drafts.num_tokens <= len(PROMPT) + MAX_TEXTS * (GRAM + 4)
+    assert drafts.size <= POOL_SIZE + TEXT_SIZE + len(PROMPT) + MAX_TEXTS * (TEXT_SIZE + GRAM + 4)
+
+
+@pytest.mark.parametrize(("num_answers", "num_tokens"), [(1, 1), (4, 15), (8, 500)])
+def test_the_bound_is_one_of_bytes_however_short_answers_are(num_answers: int, num_tokens: int):
+    drafts = Drafts(max_size=50_000)
+    tracemalloc.start()
+    try:
+        for number in range(1500):
+            prompt = [7, *divmod(number, 50), 8]
+            for sample in range(num_answers):
+                lease = LeaseId(number * num_answers + sample)
+                drafts.remember(lease, prompt, [*prompt, *range(sample, sample + num_tokens)])
+        num_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    drafts.check()
+    assert num_bytes < 1.4 * 4 * 50_000
 
 
 def test_a_sample_that_is_unknown_or_has_no_room_gets_no_draft():

@@ -1,10 +1,12 @@
 """The journal's bytes: what was written is read back, and whatever happened to the bytes since is noticed."""
 
 import gzip
+import itertools
 import os
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from functools import lru_cache
 from pathlib import Path
@@ -357,3 +359,27 @@ def test_a_run_of_an_earlier_version_goes_on_by_our_rules():
     check(scheduler, scheduler.now)
     scheduler.handle(TimePassed(), scheduler.now + 1000.0)
     check(scheduler, scheduler.now)
+
+
+def test_a_frame_that_claims_to_be_large_takes_no_time_and_one_that_claims_too_much_is_none():
+    """Every quarter of a megabyte was copied again with the next: 200 MB took more than a minute."""
+    begin = b"polyrl-journal 1\n"
+
+    def head(num_bytes: int) -> bytes:
+        length = struct.pack("<I", num_bytes)
+        return struct.pack("<III", num_bytes, zlib.crc32(length), 0)
+
+    zeros = itertools.repeat(bytes(1 << 16), 1600)
+    began = time.monotonic()
+    with pytest.raises(CutShort, match="of its 900000000 bytes are there"):
+        read_records(itertools.chain([begin + head(900_000_000)], zeros), "it")
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(JournalError, match="a length of 4,000,000,000 bytes; expected at most"):
+        read_records(begin + head(4_000_000_000), "it")
+
+
+def test_no_record_comes_after_the_end_of_time():
+    begin = encode_header(SchedulerConfig(domains=(DomainData(name="d", prompts_per_step=1, num_prompts=1),)))
+    _, records = read_records(begin + encode_record(1e308, TimePassed(), []), "it")
+    with pytest.raises(JournalError, match="time goes from -inf to 1e"):
+        list(records)

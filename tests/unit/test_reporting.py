@@ -63,6 +63,23 @@ def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     assert line["token/response_length/mean"] is line["token/prompt_length/mean"] is None
 
 
+def test_parts_of_rewards_become_no_more_metrics_than_a_person_can_look_at(tmp_path: Path):
+    """A host gave each of its episodes 33 others: thousands of names, and the page had no room for later metrics."""
+    display = Display("tiny", 9, Dialer(URL, "a token"))
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), display)
+    seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "idle": 0.0, "save": 0.0, "publish": 0.1}
+    for step in range(3):
+        parts = {"turns": 3.0, **{f"x{step}-{number}": 1.0 for number in range(500)}}
+        stats = StepStats(step, Added(), metrics={})
+        report = StepReport(step, stats, a_line(step), [0.1], [5], [5], {}, 0, 0, seconds, parts)
+        asyncio.run(reporter.step_ended(report))
+    reporter.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    named = {name for line in lines for name in line if name.startswith("reward/") and name.count("/") == 2}
+    assert len(named) == 128
+    assert all(line["reward/turns/mean"] == 3.0 for line in lines)
+
+
 class OneFleet:
     advice = None
 

@@ -1,11 +1,13 @@
 """Of thousands of waits, those that tell something are shown, and the others are counted."""
 
 from collections import Counter
+from typing import get_args
 
 from tests.unit.played import Manager
 
 from polyrl.manager.status import status
-from polyrl.run.waits import choose
+from polyrl.run.waits import _NAMED, ENDED_BY, choose
+from polyrl.scheduling.core.deadlines import WaitName
 from polyrl.wire.control import WaitStatus
 
 ALWAYS = ("heartbeat", "stall", "seed", "balance")
@@ -31,16 +33,16 @@ def test_what_somebody_may_have_to_end_comes_before_deadlines_that_always_run():
     ]
     chosen = choose(told, 12)
     assert [one.what for one in chosen.shown] == [
-        "prompts", "pull", "pull", "pull", "drain", "turn", "reward", *["heartbeat"] * 5,
+        "prompts", "pull", "pull", "pull", "drain", "turn", "reward", *["heartbeat"] * 3, *["stall"] * 2,
     ]  # fmt: skip
-    assert chosen.more == {"heartbeat": 15, "pull": 5, "stall": 20}
+    assert chosen.more == {"heartbeat": 17, "pull": 5, "stall": 18}
     assert len(chosen.shown) + sum(chosen.more.values()) == len(told)
 
 
 def test_a_reward_that_has_just_begun_is_no_news():
     chosen = choose([*fleet_of(20), wait("reward", "mine:quick, 2 run", 100.0, age_s=0.1)], 12)
-    assert {one.what for one in chosen.shown} == {"heartbeat"}
-    assert chosen.more == {"heartbeat": 8, "reward": 1, "stall": 20}
+    assert [one.what for one in chosen.shown] == [*["heartbeat"] * 3, *["stall"] * 3, "reward"]
+    assert chosen.more == {"heartbeat": 17, "stall": 17}
 
 
 def test_few_waits_are_all_shown_as_they_come_where_none_is_named():
@@ -58,3 +60,7 @@ def test_deadlines_that_always_run_have_an_age(tmp_path):
                 assert one.age_s is not None and 0.0 <= one.age_s <= manager.lobby.now(), one
     assert {"heartbeat", "stall", "balance"} <= seen.keys()
     manager.service.close()
+
+
+def test_every_wait_says_what_ends_it():
+    assert ENDED_BY.keys() == {*get_args(WaitName), *_NAMED}

@@ -163,6 +163,34 @@ def test_every_view_fits_and_can_be_read_by_everybody(browser: Any, run_dir: Pat
     assert faults == {}, "\n".join(f"{view}: {one}" for view, told in faults.items() for one in told)
 
 
+def test_a_row_of_the_timeline_opens_into_its_samples_and_each_tells_its_story(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        page = seen.page
+        go(seen, "timeline", ".timeline .names button")
+        said = page.locator("main p[role=status]")
+        page.locator(".timeline .names button").first.focus()
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator(".timeline .names button").first).to_have_attribute("aria-expanded", "true")
+        playwright.expect(said).to_contain_text("click on one for its story")
+        name = page.locator(".timeline .names button").first
+        place, picture = name.bounding_box(), page.locator("canvas").bounding_box()
+        page.mouse.click(picture["x"] + 3, place["y"] + place["height"] + 5)  # its first sample, at the very beginning
+        playwright.expect(page.locator(".beside h2")).to_contain_text("Sample ")
+        page.wait_for_selector("pre.story:has-text('opened in round')")
+        picture, whole = page.locator("canvas").bounding_box(), page.locator(".timeline").bounding_box()
+        assert picture["x"] + picture["width"] <= whole["x"] + whole["width"], "the picture is drawn as wide as it is"
+        name.click()
+        playwright.expect(said).to_contain_text("Click on a row for its samples")
+
+
+def test_answers_without_spaces_are_compared_sign_by_sign(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        words = """async () => { const { diff } = await import("/dash/page/diff.js");
+            return [["3+4=7+5=12", "3+4=7+5=11"], ["\\u4f60\\u597d\\u5417", "\\u4f60\\u597d\\u554a"]].map(
+                ([one, other]) => diff(one, other).map((part) => part.text)); }"""
+        assert seen.page.evaluate(words) == [["3+4=7+5=", "12", "11"], ["\u4f60\u597d", "\u5417", "\u554a"]]
+
+
 def test_names_that_a_stranger_chose_turn_no_text_around(browser: Any, run_dir: Path):
     with dashboard(run_dir) as link, opened(browser, link) as seen:
         go(seen, "curves", ".chart canvas")

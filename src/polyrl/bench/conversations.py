@@ -70,7 +70,7 @@ class TimedTurn(NamedTuple):
     ended: float
     num_prompt: int
     num_new_to_it: int
-    """Tokens of the prompt that nobody can have computed before: given ones, and the last one drawn before them."""
+    """Tokens of the prompt that no cache can hold: given ones, and the last one drawn before them."""
 
 
 Draw = Callable[[list[int], int], Awaitable[Sequence[int]]]

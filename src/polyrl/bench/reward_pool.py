@@ -41,7 +41,7 @@ class PoolLoad(NamedTuple):
 
 
 async def wait(given: RewardInput) -> float:
-    """Wait: a reward that takes no CPU time, and does not end while anybody looks."""
+    """Wait: a reward that takes no CPU time, and does not end within the measurement."""
     await asyncio.sleep(_TIMEOUT_S)
     return 0.0
 
@@ -128,7 +128,7 @@ async def _score(pool: RewardPool, answers: Sequence[RewardInput], at_once: int)
 
 
 async def _measure_waiting(load: PoolLoad) -> dict[str, Any]:
-    """Some of the rewards are under way, and then all of them; the others wait in the pool's queue."""
+    """Measure the pool while some rewards are under way, and then all of them; the others wait in its queue."""
     shares: dict[str, float] = {}
     for name, together in (("queued", _AT_ONCE), ("under_way", load.num_waiting)):
         pool = RewardPool(_PROCESSES, _TIMEOUT_S, together=together)

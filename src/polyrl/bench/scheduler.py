@@ -57,7 +57,7 @@ def size(*, quick: bool) -> Size:
     plain = PlayedLoad(10, 10_000, 12_500, num_steps=2, factor=1.0, lose_every_s=0.0)
     # Up to nine rounds of 40,000 samples of similar lengths: 100,000 are in flight nearly always, and others wait.
     steady = plain._replace(num_prompts=5_000, median_tokens=1000, spread=0.1, max_staleness=8)
-    # One round of 100,000: nobody waits, so every two seconds the fleet is looked over for samples that should move.
+    # One round of 100,000: no sample waits, so every two seconds balancing looks for samples that should move.
     calm = plain._replace(max_s=20.0)
     # One round of 100,000, from the first sample to the last, its step and its version.
     large = PlayedLoad(1000, 100, 12_500, 1, factor=1.0, median_tokens=500, spread=0.5, lose_every_s=1.0)

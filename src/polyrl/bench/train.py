@@ -5,7 +5,7 @@ A step is forward, backward and update. Its model FLOPs are what the work needs:
 does not count. The limit is the rate of a large matrix product in the same precision, measured before and after; the
 better of both counts.
 
-A plain loop of somebody else may take turns with ours (`measure(work, plain_of)`): ratios are medians over
+A plain training loop may take turns with ours (`measure(work, plain_of)`): ratios are medians over
 repetitions. On a CPU, one thread, seconds are CPU seconds of the process, so other load on the machine counts for
 little, and what is left of it hits all alike.
 """
@@ -139,7 +139,7 @@ class Bench:
         return best
 
     def time(self, call: Callable[[], object]) -> float:
-        """Seconds on the GPU's clock; of the CPU's, those that this process had: other load is not ours."""
+        """Return seconds on the GPU's clock, or the CPU time of this process: other load is not ours."""
         import torch
 
         if self.device == "cpu":
@@ -153,7 +153,7 @@ class Bench:
         return time.perf_counter() - began
 
     def take_turns(self, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        """Seconds of each, every repetition in turn, after one that warms up."""
+        """Return the seconds of each, every repetition in turn, after one that warms up."""
         for call in calls.values():
             call()
         seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -185,7 +185,7 @@ class Bench:
         return sum(seen.values()), len(pack.tokens)
 
     def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """Above what was there before; None where nobody counts."""
+        """Above what was in use before; None where it is not counted."""
         import torch
 
         if self.device != "cuda":
@@ -255,7 +255,7 @@ def _packing(bench: Bench, name: str, plain: Plain | None) -> dict[str, Any]:
 
 
 def _unpadded(bench: Bench, plain: Plain | None) -> dict[str, Any]:
-    """Samples of equal length, so that there is nothing to pad."""
+    """Return samples of equal length, so that there is nothing to pad."""
     length = max(16, min(2048, bench.work.pack_tokens // 8))
     groups = bench.equal(length)
     num_tokens = sum(one.num_tokens for group in groups for one in group)

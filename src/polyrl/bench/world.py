@@ -116,7 +116,8 @@ class Clock:
         return sum(self.calls.values())
 
     def cost(self) -> float:
-        """Seconds an event, comparable between fleets: no heartbeats, and a report is an event per 100 leases in it."""
+        """Return the seconds of an event, comparable between fleets: no heartbeats, and a report counts as an event per
+        100 leases."""
         seconds = self.total_s - self.seconds[e.WorkerReported]
         num_events = self.num_events - self.calls[e.WorkerReported] - self.calls[e.TokensArrived]
         return seconds / (num_events + self.num_lease_updates / LEASES_AN_EVENT)

@@ -13,6 +13,7 @@ from polyrl.cli import dialing
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
+    from polyrl.dashboard.alarms import Alarm
     from polyrl.dashboard.waiting import Slowest
     from polyrl.run.findings import Diagnosis
     from polyrl.wire.control import Status
@@ -62,14 +63,16 @@ def run(args: argparse.Namespace) -> int:
     run_dir = None if args.run_dir is None else Path(args.run_dir)
     steps = [] if run_dir is None else diagnosis.read_steps(run_dir)
     told: tuple[Status, ...] = ()
-    if run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
+    if run_dir is not None and (stopped := diagnosis.diagnose_stopped(run_dir)) is not None:
+        found = stopped
+    elif run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
         told = _look_twice(args)
         found = diagnosis.diagnose(*told, shlex.quote(args.run_dir or "RUN_DIR"))
     else:
         found = diagnosis.diagnose_remains(run_dir, steps)
-    runs, slow, is_read = bool(told), None, False
+    runs, slow, raised, is_read = bool(told), None, list["Alarm"](), False
     if run_dir is not None and steps:
-        slow, is_read = _slowest(run_dir, told)
+        slow, raised, is_read = _as_its_page(run_dir, told)
     past = last_steps.tell(steps, "" if slow is None and is_read else None if slow is None else slow.name)
     join = workers.join_command_of(run_dir) if runs and run_dir is not None else ""
     join_hosts = hosts.join_commands_of(run_dir) if runs and run_dir is not None else []
@@ -77,11 +80,13 @@ def run(args: argparse.Namespace) -> int:
         findings = [one._asdict() for one in found.findings]
         tree = {"running": runs, "moving": found.is_moving, "needs_help": found.needs_help, "findings": findings}
         tree["slow"] = None if slow is None else slow._asdict()
+        tree["alarms"] = [one._asdict() for one in raised]
         print(json.dumps({**tree, "last_steps": past, "join": join, "join_hosts": join_hosts}, indent=2))
     else:
         joining = [f"a worker joins with: {join}"] if join else []
         joining += [f"a host joins with: {one}" for one in join_hosts]
-        _print(found, [*past, *_lines_of(slow), *joining], runs=runs)
+        alarming = [line for one in raised for line in _lines_of_alarm(one)]
+        _print(found, [*past, *_lines_of(slow), *alarming, *joining], runs=runs)
     return EXIT_NEEDS_HELP if found.needs_help else EXIT_OK
 
 
@@ -122,20 +127,20 @@ def _look_twice(args: argparse.Namespace) -> "tuple[Status, Status]":
         raise UserError(f"{error}; if the run was killed: {resume_command(args.run_dir or 'RUN_DIR')}") from error
 
 
-def _slowest(run_dir: Path, told: "Sequence[Status]") -> "tuple[Slowest | None, bool]":
-    """Return what holds the run up, as its page says it, and whether the journal was read for that."""
+def _as_its_page(run_dir: Path, told: "Sequence[Status]") -> "tuple[Slowest | None, list[Alarm], bool]":
+    """Return what holds the run up and its alarms, as its page says them, and whether the journal was read for that."""
     from polyrl.dashboard.watched import WatchedRun
 
     try:
         watched = WatchedRun(run_dir, live=bool(told))
     except UserError:  # its journal is empty, or gone
-        return None, False
+        return None, [], False
     watched.start()
     try:
         is_read = watched.follower.wait(_READ_S)
         for status in told:
             watched.tell(status)
-        return watched.slowest(), is_read
+        return watched.slowest(), watched.raised(), is_read
     finally:
         watched.close()
 
@@ -144,6 +149,10 @@ def _lines_of(slow: "Slowest | None") -> list[str]:
     if slow is None:
         return []
     return [slow.what, f"    why: {slow.why}", f"    costs: {slow.costs}", f"    you could: {slow.do}"]
+
+
+def _lines_of_alarm(one: "Alarm") -> list[str]:
+    return [f"alarm: {one.name}: {one.what}", f"    costs: {one.costs}", f"    you could: {one.do}"]
 
 
 def _print(found: "Diagnosis", past: list[str], *, runs: bool) -> None:

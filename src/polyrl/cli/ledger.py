@@ -8,6 +8,8 @@ import argparse
 import json
 import sys
 
+from polyrl.errors import plain, plain_lines
+
 EXIT_OK = 0
 EXIT_WRONG = 1
 
@@ -44,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(account, args.run, broken if args.verify else None)))
     else:
-        print(as_text(account, args.run, verified=args.verify and is_right))
+        print(plain_lines(as_text(account, args.run, verified=args.verify and is_right)))  # it may be a stranger's
     if account.difference:
-        print(f"polyrl: difference: {account.difference}; what follows is not told", file=sys.stderr)
+        print(f"polyrl: difference: {plain(account.difference)}; what follows is not told", file=sys.stderr)
     for law in broken:
-        print(f"polyrl: broken law: {law}", file=sys.stderr)
+        print(f"polyrl: broken law: {plain(law)}", file=sys.stderr)
     return EXIT_OK if is_right else EXIT_WRONG

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, cast
 
 from polyrl import __version__
 from polyrl.cli.parser import Parser
-from polyrl.errors import EXIT_BAD_INPUT, UserError
+from polyrl.errors import EXIT_BAD_INPUT, UserError, plain_lines
 from polyrl.run import event_loop
 
 EXIT_OK = 0
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, CliCommand] =
         with event_loop.that_end_imports():
             return _run_and_flush(sys.argv[1:] if argv is None else argv, commands)
     except UserError as error:
-        print(f"polyrl: error: {error}", file=sys.stderr)
+        print(f"polyrl: error: {plain_lines(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(event_loop.LINE, file=sys.stderr)

@@ -125,7 +125,7 @@ def _say_how_many(args: argparse.Namespace, num_runs: int, how_fewer: str) -> No
 
 
 def _integers(option: str, text: str, most: int, *, least: int = 0) -> list[int]:
-    """`0-3,6` as [0, 1, 2, 3, 6]."""
+    """Read `0-3,6` as [0, 1, 2, 3, 6]."""
     numbers: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -141,7 +141,7 @@ def _integers(option: str, text: str, most: int, *, least: int = 0) -> list[int]
 
 
 def _numbers(option: str, text: str, least: float, most: float) -> list[float]:
-    """`1,1.25` as [1.0, 1.25]."""
+    """Read `1,1.25` as [1.0, 1.25]."""
     numbers: set[float] = set()
     for part in text.split(","):
         try:

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyrl.errors import UserError, plain
+from polyrl.errors import UserError, plain_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,4 +151,4 @@ def _cut(text: str, *, full: bool) -> str:
 
 def visible(text: str) -> str:
     """Return a model's text in a form that is safe in a terminal: unprintable characters but newlines are escaped."""
-    return "\n".join(map(plain, text.replace("\t", "    ").split("\n")))
+    return plain_lines(text.replace("\t", "    "))

@@ -2,7 +2,7 @@
 
 import argparse
 
-from polyrl.errors import UserError
+from polyrl.errors import UserError, plain_lines
 
 EXAMPLE = """\
 example:
@@ -30,5 +30,5 @@ def run(args: argparse.Namespace) -> int:
         lines = tell_story(open_journals(args.journal), sample)
     except UnknownSample as error:
         raise UserError(f"{args.journal}: {error}") from error
-    print("\n".join(lines))
+    print(plain_lines("\n".join(lines)))  # a journal may be a stranger's
     return 0

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from polyrl.errors import UserError
+from polyrl.errors import UserError, plain
 
 EXAMPLE = """\
 example:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     follower.start()
     follower.wait(_READ_S)
     if follower.trouble:
-        print(f"polyrl: {follower.trouble}; the trace ends there", file=sys.stderr)
+        print(f"polyrl: {plain(follower.trouble)}; the trace ends there", file=sys.stderr)
     if args.out == "-":
         write_trace(follower.everything(), sys.stdout)
         return 0

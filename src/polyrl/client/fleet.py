@@ -1,4 +1,5 @@
-"""A fleet from the trainer's seat: rounds and their groups, prompts, rewards, versions. client/__init__.py shows it.
+"""The trainer's side of a fleet: rounds and their groups, prompts, rewards, versions. client/__init__.py has an
+example.
 
 A group is handed out once; a group that was handed out and not taken when this process died comes again to the next
 one. A group with a token of a version that we did not publish, or one that is no token of the model (checking.py), is
@@ -114,7 +115,7 @@ class RewardResult(NamedTuple):
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name: they stay with the sample."""
     outcome: frames.RewardOutcome = "scored"
-    """`timed_out` or `crashed`: by the answer's own doing. The value counts all the same."""
+    """`timed_out` or `crashed`: the answer is the cause, and the value counts."""
 
 
 class RoundOver(PolyrlError):

@@ -84,7 +84,8 @@ def inline(value: Any) -> str:
 
 
 def _string(text: str) -> str:
-    """JSON's escapes are TOML's. TOML refuses a plain DEL, and the rest would break the line or the terminal."""
+    """Write a string with JSON's escapes, which are TOML's. TOML refuses a plain DEL, and the rest would break the line
+    or the terminal."""
     return _ESCAPED_TOO.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 

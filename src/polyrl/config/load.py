@@ -118,7 +118,7 @@ def _read_text(path: Path) -> str:
 
 
 def _syntax_error(path: str | Path, text: str, message: str) -> str:
-    """`file:line: message`, from a message of tomllib, which keeps its line in the text until Python 3.14."""
+    """Return `file:line: message` for a message of tomllib, which keeps its line in the text until Python 3.14."""
     if message.endswith(_AT_END):
         return f"{path}:{max(1, len(text.splitlines()))}: {message.removesuffix(_AT_END)} at the end of the file"
     position = _AT_POSITION.search(message)
@@ -192,7 +192,7 @@ def _no_values(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[s
 
 
 def list_shipped(folder: Path) -> list[tuple[str, str]]:
-    """(name, what it is about) of every file in a folder of the package, by name."""
+    """Return the name and the summary of every file in a folder of the package, by name."""
     found = [(path.stem, load_toml(path)) for path in sorted(folder.glob("*.toml"))]
     return [(name, str(tree.get("about", ""))) for name, tree in found]
 

@@ -35,12 +35,13 @@ class ModelFacts(NamedTuple):
             kv_heads = int(self.config.get("num_key_value_heads") or heads)
             head_dim = int(self.config.get("head_dim") or self.config["hidden_size"] // heads)
             return 2 * int(self.config["num_hidden_layers"]) * kv_heads * head_dim
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             return _UNKNOWN_KV_NUMBERS
 
 
 def read_facts(folder: str | Path, *, strict: bool = False) -> ModelFacts:
-    """`strict`: raise ConfigError for a file that cannot be read, and for a model that does not say its vocabulary."""
+    """Read a model's facts. `strict`: raise ConfigError for a file that cannot be read, and for a model without a
+    vocabulary size."""
     said = read_object(folder, "config.json") if strict else read_or_nothing(folder, "config.json")
     has_generation = (Path(folder) / "generation_config.json").is_file()
     read = read_object if strict and has_generation else read_or_nothing

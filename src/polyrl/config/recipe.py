@@ -695,7 +695,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scaling: ScalingConfig = ScalingConfig()
     environments: EnvironmentsSection = EnvironmentsSection()
     derived: tuple[str, ...] = ()
-    """Written by a run: keys that nobody has set, so that a run that is resumed with another loss, advantage or kl
+    """Written by a run: keys that were not set, so that a run that is resumed with another loss, advantage or kl
     derives them again. Leave it out of a recipe of your own."""
 
     def __post_init__(self) -> None:

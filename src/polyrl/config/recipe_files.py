@@ -24,7 +24,7 @@ def recipe_folder() -> Path:
 
 
 def list_recipes() -> list[tuple[str, str]]:
-    """(name, what it is about) of every recipe that ships with the package, by name."""
+    """Return the name and the summary of every recipe that ships with the package, by name."""
     return list_shipped(recipe_folder())
 
 
@@ -46,7 +46,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 def load_tree(tree: dict[str, Any], overrides: list[str], source: str = "") -> Recipe:
     """Return a recipe of a tree of its sections, with overrides applied. Raises ConfigError.
 
-    Keys that nobody has set are derived from the others (recipe.DERIVED). A tree that was written with them, as a run's
+    Keys that are not set are derived from the others (recipe.DERIVED). A tree that was written with them, as a run's
     recipe.toml is, names them in `derived`: they are derived again when an override may change what they follow from,
     and otherwise stay as they are written, whatever another release of PolyRL would derive.
     """

@@ -10,7 +10,7 @@ from polyrl.scheduling.core.bounds import MAX_REWARD, AtLeastOne, Positive
 _SLOTS_PER_PROCESS = 8
 """Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
 _SLOTS_ELSEWHERE = 64
-"""Rewards in progress where all of them run on reward workers, whose places nobody knows before."""
+"""Rewards in progress where all of them run on reward workers, whose places are not known beforehand."""
 OWN_SANDBOX = ("code", "polyrl.rewards.code:CodeReward")
 """The function of ours that runs programs in a sandbox, by both of its names."""
 STAYS = ("judge", "polyrl.rewards.judge:Judge")
@@ -155,7 +155,7 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return the functions that score an environment's episodes, its own reward among them; none: that alone.
 
         `reward` is the domain's setting. The environment's own reward counts unless the setting leaves it out; it is
-        reported all the same. Raises ValueError.
+        reported either way. Raises ValueError.
         """
         own = next((one for one in self.functions if one.function == ENVIRONMENT), WeightedReward(function=ENVIRONMENT))
         if reward is None:

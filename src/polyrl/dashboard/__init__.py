@@ -1,1 +1,1 @@
-"""A run in the browser: what it does now, what the model said and why it was paid, who did what when, what it cost."""
+"""A run in the browser: its state, its answers with their rewards, a timeline of workers, and its cost."""

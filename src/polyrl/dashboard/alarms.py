@@ -5,7 +5,7 @@ alarm but that of gradients. Nothing here stops a run.
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ _STALE_VERSIONS = 4.0
 _LAGS = 0.5
 _CENT = 0.01
 _ENOUGH_WORKERS = 3
-"""Of fewer, nobody knows which is the slow one."""
+"""Of fewer, it cannot be told which is the slow one."""
 _SILENT_S = 10.0
 _REPEATING = 0.2
 """Share of a step's answers."""
@@ -52,6 +52,7 @@ def of_metrics(series: Series) -> Iterator[Alarm]:
     if fmean(series.get("reward/mean", ())[-_FEW:] or (0.0,)) < _SOLVED:  # where all is solved, answers may agree
         yield from _entropy(series.get("actor/entropy", ()))
     yield from _gradient(series.get("actor/grad_norm", ()))
+    yield from _left_out(series)
     yield from _mismatch(series.get("actor/mismatch_kl", ()))
     yield from _lengths(series)
     yield from _staleness(series)
@@ -118,6 +119,18 @@ def _gradient(values: Sequence[float]) -> Iterator[Alarm]:
             f"gradient norm {last:.3g}, usually {usual:.3g}",
             "one such update can undo many steps",
             "look at the step's answers; lower optimizer.grad_clip",
+        )
+
+
+def _left_out(series: Series) -> Iterator[Alarm]:
+    """Yield an alarm for a gradient that is no number. That is not told as one; where there was none, 0 is told."""
+    last = series.get("actor/skipped_updates", ())[-_FEW:]
+    if (num := sum(1 for one in last if one)) and 0.0 not in series.get("actor/grad_norm", ())[-_FEW:]:
+        yield Alarm(
+            "gradient is no number",
+            f"{num} of the last {len(last)} steps had a gradient that is infinite or no number, and changed nothing",
+            f"{_spent(series, num)} in as many steps",
+            "read the answers of these steps; where it goes on, lower optimizer.lr, or go back to a checkpoint",
         )
 
 
@@ -191,15 +204,13 @@ def is_repeating(answer: Sequence[int]) -> bool:
     return len(pieces) < 0.2 * len(tail)
 
 
-def of_fleet(
-    status: Status, local: Container[str], paces: Mapping[str, float], max_staleness: int = 1
-) -> Iterator[Alarm]:
-    """Yield the alarms of workers.
+def of_fleet(status: Status, paces: Mapping[str, float], max_staleness: int = 1) -> Iterator[Alarm]:
+    """Yield the alarms of workers; the pace of the trainer's own devices tells nothing.
 
-    `local`: the workers on the trainer's own devices, whose pace tells nothing. `paces`: tokens a second and sample of
-    each worker's newest answers. `max_staleness`: the number of versions that a worker may be behind.
+    `paces`: tokens a second and sample of each worker's newest answers. `max_staleness`: the number of versions that a
+    worker may be behind.
     """
-    there = [one for one in status.workers if one.state == "active" and one.name not in local and one.name in paces]
+    there = [one for one in status.workers if one.state == "active" and not one.local and one.name in paces]
     usual = median(paces[one.name] for one in there) if len(there) >= _ENOUGH_WORKERS else 0.0
     for one in there:
         pace = paces[one.name]

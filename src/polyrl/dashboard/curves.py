@@ -1,7 +1,7 @@
 """A run's metrics as columns, read from `metrics.jsonl` as it grows; of a simulation, from the steps of its journal.
 
 Rules kept here: a line that is still being written is read later. A file that became shorter, because the run went on
-from an earlier step, is read anew. The number of names is bounded: a recipe's own metrics may have any name.
+from an earlier step, is read anew. Names are bounded in number and length: a recipe's own metrics may have any.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry.metrics import FILE_NAME, GrowingMetrics, MetricValue, from_step_line
 
 Column = list[float | None]
-_MAX_NAMES = 2_000
+_MAX_NAMES, _MAX_NAME = 2_000, 200
 
 
 class Curves:
@@ -45,7 +45,11 @@ class Curves:
         num = len(self.steps)
         self.steps.append(int(line["step"] or 0))
         for name, value in line.items():
-            if isinstance(value, str) or (name not in self._columns and len(self._columns) >= _MAX_NAMES):
+            if (
+                isinstance(value, str)
+                or len(name) > _MAX_NAME
+                or (name not in self._columns and len(self._columns) >= _MAX_NAMES)
+            ):
                 continue
             column = self._columns.setdefault(name, [])
             column += [None] * (num - len(column))

@@ -31,14 +31,17 @@ from polyrl.telemetry.lives import FleetWatcher, Life
 from polyrl.telemetry.timeline import Span, Timeline
 
 TRAINER = "trainer"
+_WORKERS = ("worker", "local")
+"""Kinds of rows that have samples. The trainer's own worker may have the name of the trainer's row."""
 _CHUNK_BYTES = 1 << 18
 _LOOK_AGAIN_S = 0.5
-_MAX_WINDOW_SPANS = 3_000
+_MAX_SPANS, _MAX_LEASES = 750, 3_000
+"""How many a row of the picture has at most."""
 _MAX_GROUPS = 500_000
 _NEWEST_GROUPS = 20_000
 """The groups among which those of open rounds are looked for."""
 _STEADY = (e.TokensArrived, e.WorkerReported, e.FleetReported, e.RewardFinished)
-"""Frequent events. When no command follows, nobody has changed what they do."""
+"""Frequent events. Without a command after them, no activity has changed."""
 
 _GOINGS = (e.WorkerLeft, e.WorkerJoined, e.DriverResumed)
 """Events after which a worker, and with it its leases, may be gone."""
@@ -60,6 +63,8 @@ class TimelineRow(NamedTuple):
     """trainer, worker, local or host."""
     spans: list[tuple[Seconds, Seconds, str]]
     leases: list[LeaseSpan]
+    """Of a row that is opened."""
+    num_leases: int
     ends: list[tuple[Seconds, str, str]]
     """(when, left or lost, why)."""
 
@@ -194,10 +199,10 @@ class Follower:
         with self._lock:
             return self._leases.paces()
 
-    def window(self, from_s: Seconds, to_s: Seconds, first: int, most: int) -> TimelineWindow:
+    def window(self, from_s: Seconds, to_s: Seconds, first: int, most: int, opened: str = "") -> TimelineWindow:
         """Return `most` rows, from number `first` on, between two moments in seconds since the run began.
 
-        `to_s` 0: up to its end.
+        `to_s` 0: up to its end. `opened`: the row that has its leases, unless they are too many to be drawn.
         """
         with self._lock:
             began = self.started_at()
@@ -205,14 +210,21 @@ class Follower:
             to_s = run_s if to_s <= 0 else min(to_s, run_s)
             from_s = min(max(0.0, from_s), to_s)
             names = self._names()
-            rows = self._rows(names[first:][:most], (began + from_s, began + to_s), began, _MAX_WINDOW_SPANS)
+            between = began + from_s, began + to_s
+            rows = self._rows(names[first:][:most], between, began, _MAX_SPANS)
+            rows = [
+                row._replace(leases=self._leases_within(row, between, began)) if row.name == opened else row
+                for row in rows
+            ]
         return TimelineWindow(from_s, to_s, run_s, rows, len(names))
 
     def everything(self) -> list[TimelineRow]:
         """Return all rows of the whole run, with every span and every lease that is kept."""
         with self._lock:
             began = self.started_at()
-            return self._rows(self._names(), (began, self._now), began, sys.maxsize)
+            between = began, self._now
+            rows = self._rows(self._names(), between, began, sys.maxsize)
+            return [row._replace(leases=self._leases_within(row, between, began, sys.maxsize)) for row in rows]
 
     def _names(self) -> list[tuple[str, str]]:
         local = {life.worker for life in self._fleet.lives if life.local}
@@ -230,8 +242,8 @@ class Follower:
                 ends.setdefault(life.worker, []).append((life.ended_at - began, life.ending, life.why))
         return [
             TimelineRow(
-                name, kind, self._spans(name, kind, between, began, most // 4),
-                self._leases_within(name, between, began, most // 10), ends.get(name, []),
+                name, kind, self._spans(name, kind, between, began, most),
+                [], *((self._num_within(name, between), ends.get(name, [])) if kind in _WORKERS else (0, [])),
             )
             for name, kind in shown
         ]  # fmt: skip
@@ -247,10 +259,18 @@ class Follower:
             spans.append((max(since[0], start), end, since[1]))
         return [(one - began, other - began, what) for one, other, what in thin(spans, start, end, most)]
 
-    def _leases_within(self, name: str, between: tuple[Seconds, Seconds], began: Seconds, most: int) -> list[LeaseSpan]:
+    def _num_within(self, worker: str, between: tuple[Seconds, Seconds]) -> int:
+        return sum(1 for _ in self._leases.within(worker, between))
+
+    def _leases_within(
+        self, row: TimelineRow, between: tuple[Seconds, Seconds], began: Seconds, most: int = _MAX_LEASES
+    ) -> list[LeaseSpan]:
+        """Return the leases of a row; none where there are more than `most`."""
+        if not 0 < row.num_leases <= most:
+            return []
         return [
             one._replace(start_s=one.start_s - began, end_s=None if one.end_s is None else one.end_s - began)
-            for one in self._leases.within(name, between, most)
+            for one in self._leases.within(row.name, between)
         ]
 
     # Reading

@@ -5,7 +5,7 @@ Rules kept here: what is kept is bounded; the oldest go first. A worker's leases
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -64,17 +64,17 @@ class KeptLeases:
             self._num_ended = sum(map(len, self._ended.values()))
 
     def end_lost(self, held: Container[int], now: Seconds) -> None:
-        """End the leases that nobody holds any more."""
+        """End the leases that no worker holds any more."""
         for lease in [one for one in self._worker_of if one not in held]:
             self.end(lease, now, "lost", None)
 
-    def within(self, worker: str, between: tuple[Seconds, Seconds], most: int) -> list[LeaseSpan]:
-        """Return a worker's leases between two moments; none where there are more than `most`."""
+    def within(self, worker: str, between: tuple[Seconds, Seconds]) -> Iterator[LeaseSpan]:
+        """Yield a worker's leases between two moments."""
         start, end = between
         ended, running = self._ended.get(worker, []), self._open.get(worker, {})
         first = bisect_left(ended, start, key=lambda one: one.end_s or start)
-        found = [one for one in (*islice(ended, first, None), *running.values()) if one.start_s < end]
-        return found if len(found) <= most else []
+        yield from (one for one in islice(ended, first, None) if one.start_s < end)
+        yield from (one for one in running.values() if one.start_s < end)
 
     def paces(self) -> dict[str, float]:
         """Return the tokens a second and sample of each worker, from its newest leases; left out: those with few."""

@@ -273,7 +273,7 @@ class Rollouts:
 
 
 def _workers(one: KeptSample) -> list[str]:
-    """Return who wrote an answer, in the order of its text."""
+    """Return the workers that wrote an answer, in the order of its text."""
     return list(dict.fromkeys(segment.worker or segment.engine for segment in one.segments))
 
 

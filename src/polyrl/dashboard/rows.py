@@ -1,6 +1,6 @@
 """The rows that prompts were made of: the expected answer, and whatever else a person's data says of them.
 
-They are read from the recipe's data when somebody asks for the first one, in a thread of their own: data may be large.
+They are read from the recipe's data when the page asks for the first one, in a thread of their own: data may be large.
 
 Rules kept here: data that is no longer there, or that a person's own code fails to give, is a line in place of the row,
 and harms nothing else. The shown part of a row is bounded.
@@ -29,6 +29,8 @@ class TaskRow(NamedTuple):
     """The row's columns as text."""
     trouble: str = ""
     """Why the row is not there; empty: it is."""
+    is_coming: bool = False
+    """Whether the data is being read: it may be asked for again."""
 
 
 class TaskRows:
@@ -49,7 +51,7 @@ class TaskRows:
                 self._thread.start()
         self._thread.join(self._patience_s)
         if self._thread.is_alive():
-            return TaskRow(trouble="the data is being read; choose the answer again in a moment")
+            return TaskRow(trouble="the data is being read …", is_coming=True)
         if self._trouble:
             return TaskRow(trouble=self._trouble)
         if domain >= len(self._sources) or prompt >= self._sources[domain].num_prompts:

@@ -22,6 +22,7 @@ from polyrl.dashboard.rollouts import SampleFilter
 from polyrl.dashboard.watched import WatchedRun
 from polyrl.errors import PolyrlError, RequestError
 from polyrl.manager import page
+from polyrl.manager.request_log import REQUESTS
 from polyrl.wire.credentials import token_of
 
 ROOT = "/dash"
@@ -128,7 +129,7 @@ class DashboardServer:
         return _json(await self._in_thread(self._run(request).metric_names))
 
     async def _series(self, request: web.Request) -> web.StreamResponse:
-        run, names = self._run(request), [one for one in _text(request, "names").split(",") if one]
+        run, names = self._run(request), request.query.getall("name", [])
         axis = _text(request, "x") or "step"
         return _json(await self._in_thread(lambda: run.series(names, axis)))
 
@@ -161,7 +162,8 @@ class DashboardServer:
         run = self._run(request)
         from_s, to_s = _number(request, "from") or 0.0, _number(request, "to") or 0.0
         first, most = _integer(request, "first", 0, 0, 1 << 20), _integer(request, "most", 50, 1, _MAX_ROWS)
-        found = await self._in_thread(lambda: run.follower.window(from_s, to_s, first, most))
+        opened = _text(request, "open")
+        found = await self._in_thread(lambda: run.follower.window(from_s, to_s, first, most, opened))
         return _json({**found._asdict(), "rows": [row._asdict() for row in found.rows]})
 
     async def _story(self, request: web.Request) -> web.StreamResponse:
@@ -216,7 +218,12 @@ async def serving(
 ) -> AsyncIterator[web.BaseSite]:
     """Serve on a site: a port, or a socket. Raises OSError."""
     runner = web.AppRunner(
-        server.app(), handle_signals=False, shutdown_timeout=1.0, access_log=None, handler_cancellation=True
+        server.app(),
+        handle_signals=False,
+        shutdown_timeout=1.0,
+        access_log=None,
+        handler_cancellation=True,
+        logger=REQUESTS,
     )
     await runner.setup()
     try:

@@ -1,7 +1,7 @@
 """Where the time of a run goes: what its trainer does or waits for at every moment, what that costs, and what helps.
 
     doing(desk)                 one word for this moment, from the scheduler's state
-    TimeUse                     those words as they follow one another, told by whoever follows the journal
+    TimeUse                     those words as they follow one another, told by the reader of the journal
     slowest(parts, ...)         the part that holds the run up, in sentences
 
 Rules kept here: seconds and dollars are measured, from the journal; no share is guessed. A run that waits little has no
@@ -179,12 +179,11 @@ def _why(name: str, around: WaitingContext) -> tuple[str, str]:
             why = "all answers of the round are being written: the fleet's pace is the limit"
             return why, worker if around.is_async else f'{worker}; or train.mode = "async" trains meanwhile'
         case "places":
-            return "there are more samples than places on workers", worker
+            return _of_places(around.status), f"{worker}; or give each more slots, if its memory allows"
         case "no worker":
             return _of_no_worker(around.status), worker
         case "environments":
-            why = "environments have the move: tools, games or graders of episodes"
-            return why, "another host, or a larger environments.slots, plays more at once; see what tools wait for"
+            return _of_environments(around)
         case "validates":
             every = around.validation_every
             when = "" if not every else "after every step, " if every == 1 else f"after every {every} steps, "
@@ -214,6 +213,22 @@ def _of_rewards(around: WaitingContext) -> tuple[str, str]:
     )
 
 
+def _of_environments(around: WaitingContext) -> tuple[str, str]:
+    why = "environments have the move: tools, games or graders of episodes"
+    told = [] if around.status is None else around.status.environments
+    slow = max(told, key=lambda one: one.turn_p50_s or 0.0, default=None)
+    if slow is not None and slow.turn_p50_s is not None and slow.turn_p99_s is not None:
+        why += (
+            f"; half of the turns of {slow.name} take longer than {show_seconds(slow.turn_p50_s)}, "
+            f"one in a hundred longer than {show_seconds(slow.turn_p99_s)}"
+        )
+    more = "another host, or a larger environments.slots, plays more at once"
+    if waiting := sum(one.waiting for one in told):
+        return why, f"{more}: {waiting:,} episodes wait for a place; see what tools wait for"
+    meanwhile = "" if around.is_async else '; train.mode = "async" trains meanwhile'
+    return why, f"see what its tools wait for, and make them quicker{meanwhile}; where a host's core is busy, {more}"
+
+
 def _of_last_answers(around: WaitingContext) -> tuple[str, str]:
     if around.slow_workers:
         names = ", ".join(around.slow_workers)
@@ -228,6 +243,17 @@ def _of_last_answers(around: WaitingContext) -> tuple[str, str]:
     do = [] if around.packs_tails else ["rounds.tail_batching packs the longest answers into rare long rounds"]
     do += [] if around.is_async else ['train.mode = "async" trains meanwhile']
     return why, "; ".join([*do, "a lower rollout.max_new_tokens cuts them off"])
+
+
+def _of_places(status: Status | None) -> str:
+    why = "there are more samples than places on workers"
+    if status is None or not status.workers:
+        return why
+    places, num = (
+        sum(one.slots for one in status.workers if not one.local),
+        sum(not one.local for one in status.workers),
+    )
+    return f"{why}: {places:,} places on {num:,} {'worker' if num == 1 else 'workers'}"
 
 
 def _of_no_worker(status: Status | None) -> str:

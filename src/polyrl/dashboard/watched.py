@@ -1,7 +1,7 @@
 """One run as the page shows it: live, over, or simulated.
 
 Rules kept here: a run is only read, from its directory or its journal. The state of a live run comes from its manager
-(`tell`), through whoever made this object; nothing here dials anybody.
+(`tell`), through the owner of this object; nothing here opens a connection.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from polyrl.journal.files import LIVE_FOLDER, find_begun, open_journals
 from polyrl.journal.story import UnknownSample, tell_story
 from polyrl.run.diagnosis import Diagnosis, diagnose, diagnose_remains
 from polyrl.run.kept_samples import recipe_of, text_decoder
-from polyrl.run.waits import choose
+from polyrl.run.waits import ENDED_BY, choose
 from polyrl.run.workers import join_command_of
 from polyrl.telemetry import ledger_report
 from polyrl.telemetry.account import read_account
@@ -35,6 +35,7 @@ from polyrl.wire.control import Status
 _ALARMING = (
     "reward/mean", "actor/entropy", "actor/grad_norm", "actor/mismatch_kl", "token/response_length/mean",
     "staleness/mean", "time/step_total", "cost/usd_step", "actor/clip_frac_low", "actor/clip_frac_high",
+    "actor/skipped_updates",
 )  # fmt: skip
 _HISTORY = 500
 _LEDGER_EVERY_S = 10.0
@@ -43,6 +44,8 @@ _LEDGER_REST = 20.0
 _DIGITS_OR_TEXT = re.compile(r"\d+|\D+")
 _SAME_S = 0.5
 """Pages that ask within this time are told the same."""
+_ANSWERS_S = 20.0
+"""The time for a first look at answers, which waits for a tokenizer."""
 _MAX_SERIES = 64
 _MOST_WAITS = 12
 
@@ -86,7 +89,7 @@ class WatchedRun:
         self.follower.tell_time(status.now_s)
 
     def end(self) -> None:
-        """Take in that the manager is gone: the run is over, until somebody goes on with it."""
+        """Take in that the manager is gone: the run is over, until it is resumed."""
         self.live, self._statuses = False, []
 
     # What the page asks for
@@ -141,6 +144,14 @@ class WatchedRun:
         steps = [{"reward/mean": value} for value in self.curves.column("reward/mean")]
         return diagnose_remains(self.path, steps)
 
+    def raised(self) -> list[alarms.Alarm]:
+        """Return the alarms of this moment, after the newest answers were looked at."""
+        self.now()
+        if self._reader is not None:
+            self._reader.join(_ANSWERS_S)
+        with self._lock:
+            return [*self._alarms(self._statuses[-1] if self._statuses else None)]
+
     def _alarms(self, status: Status | None) -> Iterator[alarms.Alarm]:
         yield from alarms.of_metrics({name: self.curves.tail(name, _HISTORY) for name in _ALARMING})
         step = self.curves.steps[-1] if self.curves.steps else -1
@@ -152,9 +163,8 @@ class WatchedRun:
 
     def _of_fleet(self, status: Status | None) -> Iterator[alarms.Alarm]:
         if status is not None:
-            local = {life.worker for life in self.follower.lives() if life.local}
             allowed = self._setting("train", "max_staleness") or 1
-            yield from alarms.of_fleet(status, local, self.follower.paces(), allowed)
+            yield from alarms.of_fleet(status, self.follower.paces(), allowed)
 
     def _of_answers(self, step: int) -> None:
         """Look at the answers of the newest step, for alarms that are told from then on."""
@@ -309,7 +319,8 @@ def _without_fleet(status: Status) -> dict[str, Any]:
         status, workers=(), hosts=[], reward_workers=[], turned_away=[], waits=tuple(waits.shown)
     )
     counts = {"num_workers": len(status.workers), "num_hosts": len(status.hosts), "more_waits": waits.more}
-    return {**to_builtins(short), **counts}
+    told = to_builtins(short)
+    return {**told, **counts, "waits": [{**one, "ended_by": ENDED_BY.get(one["what"], "")} for one in told["waits"]]}
 
 
 def read_status(line: bytes) -> Status | None:

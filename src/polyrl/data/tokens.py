@@ -90,7 +90,7 @@ class ModelTokenizer:
 
 
 def answer_decoder(folder: str) -> Callable[[Sequence[int]], str]:
-    """Return what `ModelTokenizer.text` is, for those who only read: where tokenizer.json says it all, nothing imports
+    """Return what `ModelTokenizer.text` is, for code that only reads: where tokenizer.json says it all, nothing imports
     transformers, which takes seconds. Raises ConfigError for a directory without a usable tokenizer."""
     check_tokenizer(folder)
     said = read_or_nothing(folder, "tokenizer_config.json")

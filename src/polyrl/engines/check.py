@@ -26,7 +26,8 @@ Say = Callable[[str], object]
 
 
 async def check(engine: Engine, folder: str | None, say: Say) -> None:
-    """`say` is given a line for everything that went well. Raises EngineError. The caller closes the engine."""
+    """Check an engine. `say` is given a line for everything that went well. Raises EngineError. The caller closes the
+    engine."""
     sink = SingleSink()
     began = time.monotonic()
     info = await engine.start(sink)

@@ -126,7 +126,7 @@ class EngineContract:
 
     @asynccontextmanager
     async def on_stage(self, engine: Engine | None = None) -> AsyncIterator[Stage]:
-        """A started engine with weights."""
+        """Start an engine with weights."""
         engine = self.engine() if engine is None else engine
         sink = RecordingSink()
         try:

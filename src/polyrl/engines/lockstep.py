@@ -150,7 +150,7 @@ class EngineModel:
         return sample.tokens
 
     def advance(self, now: Seconds) -> list[tuple[int, int, Seconds]]:
-        """`(lease, tokens, at)` of the samples that finished up to `now` and were not yet told, in order."""
+        """Return `(lease, tokens, at)` of the samples that finished up to `now` and were not yet told, in order."""
         self._settle(now)
         finished, self._finished = self._finished, []
         return finished
@@ -171,12 +171,13 @@ class EngineModel:
         return leases, tokens
 
     def kv_used(self, now: Seconds) -> int:
-        """Tokens of context in the cache."""
+        """Return the tokens of context in the cache."""
         self._settle(now)
         return int(self._context_at_zero + len(self._running) * self._position_at(now) + _WHOLE_TOKEN)
 
     def tokens_decoded(self, now: Seconds) -> int:
-        """Tokens made here since the beginning, those of stopped samples too. It costs a pass over the batch."""
+        """Count the tokens made here since the beginning, those of stopped samples too. It costs a pass over the
+        batch."""
         self._settle(now)
         position = self._position_at(now)
         running = self._running.values()
@@ -281,7 +282,7 @@ class EngineModel:
         self._next_at = self._decoding_from + num_steps * (first_step_s + 0.5 * growth_s * num_steps)
 
     def _step_time(self) -> tuple[Seconds, Seconds]:
-        """Seconds a step at the present position, and how much more it is with each step."""
+        """Return the seconds of a step at the present position, and how much each further step adds."""
         num_running = len(self._running)
         context = self._context_at_zero + num_running * self._position
         return self._fixed_s + self._sample_s * num_running + self._context_s * context, self._context_s * num_running

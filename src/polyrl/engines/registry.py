@@ -121,7 +121,8 @@ def check_libraries() -> None:
 def builtin_config(
     tree: dict[str, Any], model: str | None, source: str = "", overrides: Sequence[str] = ()
 ) -> BuiltinConfig:
-    """`tree` holds the keys that were given; `--model` comes before its own. Raises UserError."""
+    """Build the builtin engine's configuration. `tree` holds the keys that were given; `--model` comes before its own.
+    Raises UserError."""
     if model is not None:
         tree = {**tree, "model": local_model(model, "--model")}
     if "model" not in tree:

@@ -1,7 +1,7 @@
 """From a request at the front to a call of the policy, and back, for one episode.
 
-Rules kept here: an answer is checked before anybody is told: as many log-probabilities as tokens, all finite. Messages
-are rendered, answered and remembered one request at a time, so that a conversation has one history.
+Rules kept here: an answer is checked before the harness gets it: as many log-probabilities as tokens, all finite.
+Messages are rendered, answered and remembered one request at a time, so that a conversation has one history.
 """
 
 import asyncio

@@ -107,7 +107,7 @@ class EpisodeEnd(Struct, frozen=True, kw_only=True):
     """Why it ended, as the environment says: one line."""
     num_turns: int = 0
     untrained: tuple[int, ...] = ()
-    """Numbers of calls that somebody else made of the policy: an opponent, a user that it plays, a judge."""
+    """Numbers of calls that another role made of the policy: an opponent, a simulated user, a judge."""
 
 
 class PlayedEnvironment(Protocol):

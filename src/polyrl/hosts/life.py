@@ -28,7 +28,7 @@ class WantedEnvironment(NamedTuple):
 
 @asynccontextmanager
 async def opened(wanted: WantedEnvironment) -> AsyncIterator[PlayedEnvironment]:
-    """An environment with its front started. Raises UserError for settings that cannot be used."""
+    """Open an environment with its front started. Raises UserError for settings that cannot be used."""
     text = None if wanted.model is None else load_text(wanted.model)
     family = None if text is None or wanted.model is None else find_family(wanted.model, text)
     context = None if wanted.model is None else read_facts(wanted.model).max_context

@@ -1,9 +1,9 @@
 """A model's tokenizer, chat template and end tokens, as far as a host needs them.
 
 Rules kept here: a text that is longer than any prompt can be is refused before it is tokenized. Long texts are
-tokenized in threads of our own: neither the host's loop nor an environment's threads wait for it. A special token
-that somebody else wrote out, such as `<|im_end|>` on a web page, is text: it ends no message, and begins none.
-Left out: which tokens of a conversation stay as they were drawn (chats.py).
+tokenized in threads of our own: neither the host's loop nor an environment's threads wait for it. A special token that
+the environment wrote out, such as `<|im_end|>` on a web page, is text: it ends no message, and begins none. Left out:
+which tokens of a conversation stay as they were drawn (chats.py).
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class ModelText:
         return self._ids(text, special=special)
 
     def as_text(self, said: str) -> str:
-        """Return what somebody said, for a template, so that `encode_rendered` reads no special token in it. Raises
+        """Return a message's text for a template, so that `encode_rendered` reads no special token in it. Raises
         NoRoom."""
         self._check_length(said)
         return self._beginnings.sub(rf"\g<0>{_BREAK}", whole_text(said))

@@ -1,4 +1,4 @@
-"""Environments' code off the host's loop: a thread an episode, so that code which waits holds up nobody else.
+"""Environments' code off the host's loop: a thread an episode, so that code which waits holds up no other episode.
 
 Rules kept here: all code of one episode runs in the same thread, one call after the other, because libraries such as
 sqlite3 insist on it. Code that never returns keeps its thread, which ends with the process. If it waits, that costs

@@ -11,12 +11,14 @@ import struct
 import zlib
 from collections.abc import Iterable
 
-from polyrl.errors import JournalError
+from polyrl.errors import JournalError, plain, shorten
 
 _FRAME = struct.Struct("<III")
 _LENGTH = struct.Struct("<I")
 FRAME_BYTES = _FRAME.size
 """The bytes that a frame adds to its payload."""
+MAX_FRAME_BYTES = 1 << 30
+"""More than any that we write: a trainer's largest message is a quarter of it."""
 
 
 class CutShort(JournalError):
@@ -50,12 +52,13 @@ class FrameSource:
 
     def peek(self, num_bytes: int, after: int = 0) -> memoryview:
         """Return the next bytes but the first `after`, fewer only at the end; not copied, since payload is much."""
-        while len(self._buffer) - self._start < num_bytes:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            self._buffer = memoryview(b"".join((self._buffer[self._start :], chunk)))
-            self._start = 0
+        missing = num_bytes - len(self._buffer) + self._start
+        if missing > 0:
+            pieces: list[bytes | memoryview] = [self._buffer[self._start :]]
+            while missing > 0 and (chunk := next(self._chunks, None)) is not None:
+                pieces.append(chunk)
+                missing -= len(chunk)
+            self._buffer, self._start = memoryview(b"".join(pieces)), 0
         return self._buffer[self._start + after : self._start + num_bytes]
 
     def skip(self, num_bytes: int) -> None:
@@ -67,7 +70,7 @@ class FrameSource:
         self.number += 1
 
     def error(self, what: str) -> JournalError:
-        return JournalError(f"{self._place()}: {what}")
+        return JournalError(f"{self._place()}: {shorten(plain(what))}")
 
     def cut_short(self, what: str) -> CutShort:
         return CutShort(f"{self._place()}: cut short: {what}", self.offset)
@@ -87,6 +90,8 @@ def read_frame(source: FrameSource) -> memoryview | None:
     length, length_crc, payload_crc = _FRAME.unpack(head)
     if zlib.crc32(head[: _LENGTH.size]) != length_crc:
         raise source.error("the checksum of its length does not match")
+    if length > MAX_FRAME_BYTES:
+        raise source.error(f"a length of {length:,} bytes; expected at most {MAX_FRAME_BYTES:,}")
     payload = source.peek(_FRAME.size + length, _FRAME.size)
     if len(payload) < length:
         raise source.cut_short(f"{len(payload)} of its {length} bytes are there")

@@ -44,6 +44,8 @@ CAVEAT = "caveat"
 
 _MAGIC = b"polyrl-journal "
 _MAX_FIRST_LINE = 32
+_END_OF_TIME = 1e12
+"""In seconds. A later time would be infinite as microseconds, or as what somebody else counts in."""
 
 
 class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -167,7 +169,7 @@ def _iterate(source: FrameSource) -> Iterator[Record]:
     last = -math.inf
     while (payload := read_frame(source)) is not None:
         stored = _decode(source, payload)
-        if not last <= stored.now < math.inf:
+        if not last <= stored.now < _END_OF_TIME:
             raise source.error(f"time goes from {last} to {stored.now}")
         last = stored.now
         yield Record(source.number, source.offset, stored.now, stored.event, stored.commands_digest, bytes(payload))

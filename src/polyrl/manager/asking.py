@@ -1,10 +1,11 @@
-"""Questions beside the trainer: each becomes a group that no step trains on (rules: scheduling/parts/asking.py).
+"""Requests of OpenAI's clients, beside the trainer: each becomes a group that no step trains on
+(scheduling/parts/asking.py).
 
     ask -> the scheduler has a group of it -> tokens come, and are in the journal -> `look` wakes the reader
                                            -> closed: all is answered, it was withdrawn, or it failed
 
-Rules kept here: questions reach the scheduler as all news does. So they are in the journal, they move when a worker
-dies, and replay and stories know them. The number of open questions is bounded by refusing, never by making them wait.
+Rules kept here: questions reach the scheduler as events. So they are in the journal, they move when a worker dies, and
+replay and stories know them. The number of open questions is bounded by refusing, never by making them wait.
 
 A question does not outlive the manager: the client's connection dies with it (recovery.py).
 """
@@ -36,7 +37,7 @@ class AskedGroup(NamedTuple):
 
 
 class Question:
-    """A question while it is answered. Its tokens are the payload's own, and stay here until the asker has read
+    """A question while it is answered. Its tokens are the payload's own, and stay here until the client has read
     them."""
 
     def __init__(
@@ -47,7 +48,7 @@ class Question:
         self.max_tokens = max_tokens
         self.seed = seed
         self.is_refused, self.detail = False, ""
-        """An engine's last failure at it: whether the engine cannot do it at all, and in which words."""
+        """An engine's last failure at it: whether the engine cannot do it at all, and its message."""
         self.closed: CloseAsked | None = None
         self._wake = wake
         self._num_seen = 0
@@ -76,7 +77,7 @@ def run_to_ask(lobby: Lobby) -> Run:
 
 
 def ask(lobby: Lobby, wanted: list[AskedGroup], wake: Callable[[], None]) -> list[Question]:
-    """Ask for all groups, or for none: then Refused is raised."""
+    """Ask for all groups. Raises Refused, and asks for none, if one cannot be had."""
     run = run_to_ask(lobby)
     asked = sum(one.num_samples for one in run.questions.values())
     more, most = sum(one.num_samples for one in wanted), lobby.settings.serve.max_samples
@@ -95,7 +96,7 @@ def ask(lobby: Lobby, wanted: list[AskedGroup], wake: Callable[[], None]) -> lis
 
 
 def stop(lobby: Lobby, sample: SampleId, tokens: SampleTokens) -> None:
-    """End an answer of which the asker has enough."""
+    """End an answer that its client has enough of."""
     lobby.tell(e.SampleStopped(sample, tokens.num_tokens))
 
 

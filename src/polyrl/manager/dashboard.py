@@ -3,9 +3,9 @@
     browser --> the manager's port --> a socket in a private folder --> polyrl dash --socket
 
 Rules kept here: the manager reads no file of the run for the page, and its scheduler is asked for its state once every
-two seconds, only while somebody looks. The process is started at the first request, and ended when nobody has asked for
-a while, or with the manager. Requests are bounded; a browser that does not read holds up its own request alone, for a
-minute.
+two seconds, only while a browser has the page open. The process is started at the first request, and ended after a
+while without requests, or with the manager. Requests are bounded; a browser that does not read holds up its own request
+alone, for a minute.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from polyrl.parent import end_with_parent
 
 _TELL_EVERY_S = 2.0
 _REST_S = 120.0
-"""How long the process is kept when nobody asks."""
+"""How long the process is kept without requests."""
 _READY_S = 120.0
 """The time for the process to start and to import, on a machine whose cores all train."""
 _MAX_REQUESTS = 64
 _STALLED_S = 60.0
 """How long a browser may take nothing of what is sent to it."""
 _SILENT_S = 600.0
-"""How long the process may say nothing; a sample's story out of a large journal takes minutes."""
+"""How long the process may take to answer; a sample's story out of a large journal takes minutes."""
 _PASSED_ON = ("Content-Type", *page.HEADERS)
 _encode = msgspec.json.Encoder().encode
 
@@ -121,7 +121,7 @@ class Dashboard:
         )
 
     async def _tell(self) -> None:
-        """Tell the process the manager's state, while somebody looks."""
+        """Send the process the manager's state, while a browser has the page open."""
         process = self._process
         assert process is not None and process.stdin is not None
         try:
@@ -156,7 +156,7 @@ class Dashboard:
 
 
 async def _copy(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
-    """Pass an answer on. Whichever side breaks off, or takes nothing for long, ends the browser's connection."""
+    """Pass an answer on. If either side breaks off, or takes nothing for long, the browser's connection ends."""
     headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
     response = web.StreamResponse(status=answer.status, headers=headers)
     try:

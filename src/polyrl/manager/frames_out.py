@@ -1,7 +1,7 @@
 """The scheduler's commands, carried out: each becomes a frame for the worker or the trainer that it concerns.
 
-Rules kept here: no opinions. A frame waits in its peer's session until the journal is written. A peer that is not
-connected is told when it dials again, from the state (from_workers.py, from_trainer.py).
+Rules kept here: nothing is decided. A frame waits in its peer's session until the journal is written. A peer that is
+not connected is told when it dials again, from the state (from_workers.py, from_trainer.py).
 """
 
 import logging
@@ -93,7 +93,7 @@ def _account(run: Run, command: c.Abort) -> None:
 
 
 def _forget_tokens(run: Run, command: c.ForgetTokens) -> None:
-    """Drop a sample's tokens. On file that is a lease from the first token on which ends at once."""
+    """Drop a sample's tokens. In the journal that is a lease from the first token on, which ends at once."""
     tokens = run.payload.tokens.get(command.sample)
     if tokens is not None:
         log.warning("sample %s begins anew: %s", show_sample(command.sample), command.why)
@@ -108,8 +108,8 @@ def _change_duty(run: Run, name: WorkerName, duty: frames.Duty, why: str) -> Non
 
 
 def send_to_pull(run: Run, session: WorkerSession, version: Version, source: str, held: int) -> None:
-    """Tell a worker where it fetches a version: at the trainer, or at the peer that the scheduler chose. Where that
-    peer has no address that the worker can reach, the scheduler hears so: the peer counts as nobody's source."""
+    """Tell a worker where it fetches a version: at the trainer, or at the peer that the scheduler chose. If the peer
+    has no address that the worker can reach, the scheduler is told, and stops naming it as a source."""
     offer = run.payload.offers.get(version)
     if session.link is None:
         return  # it is told when it dials again
@@ -274,8 +274,7 @@ def _to_deliver(run: Run, sample: SampleId) -> frames.SamplePayload:
 
 
 def _link_to_trainer(run: Run) -> Link | None:
-    """Return the connection on which the trainer hears everything now; None: it is not connected, or has not said
-    Hello."""
+    """Return the trainer's connection; None if it is not connected, or has not sent its Hello."""
     trainer = run.trainer
     return trainer.link if trainer is not None and trainer.greeted else None
 

@@ -25,6 +25,7 @@ from polyrl.manager import asking, opening
 from polyrl.manager.dashboard import Dashboard
 from polyrl.manager.peers.door import Connection, Door, Handshake
 from polyrl.manager.peers.streams import FindModule, Streams
+from polyrl.manager.request_log import REQUESTS
 from polyrl.manager.routes import ROUTES, BadRequest, Route, RouteCall
 from polyrl.manager.service import Service
 from polyrl.manager.serving.answers import Answerer
@@ -67,7 +68,7 @@ class ListenAddress(NamedTuple):
 
 
 class Front:
-    """The port and its connections; who may use which route."""
+    """The port and its connections, and which token may use which route."""
 
     def __init__(
         self, service: Service, served: Served | None = None, find: FindModule = importlib.import_module
@@ -117,7 +118,13 @@ class Front:
 
         def connected() -> Connection:
             return Connection(
-                self._door, timeout_s, server, access_log=None, keepalive_timeout=_KEEPALIVE_S, lingering_time=_LINGER_S
+                self._door,
+                timeout_s,
+                server,
+                access_log=None,
+                logger=REQUESTS,
+                keepalive_timeout=_KEEPALIVE_S,
+                lingering_time=_LINGER_S,
             )
 
         def accepted() -> asyncio.Protocol:
@@ -264,7 +271,7 @@ class PortTaken(UserError):
 
 
 async def check_that_it_can_listen(host: str, port: int) -> None:
-    """Raise UserError if a manager could not have the port now; PortTaken if somebody else has it."""
+    """Raise UserError if a manager could not have the port now; PortTaken if another process has it."""
     try:
         listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as failure:

@@ -271,7 +271,7 @@ class _Segment:
         except OSError as error:
             raise _not_written(path, error) from error
         self._num_bytes = self.num_grown_bytes = os.fstat(self._file).st_size
-        """Bytes behind its beginning: a saved state above the limit for a file still has one file."""
+        """Bytes after the saved state that it begins with: a state above the limit for a file still has one file."""
         if self._num_bytes == 0:
             self.write([beginning])
             self.num_grown_bytes = 0
@@ -305,7 +305,7 @@ class _Segment:
 
 
 def _not_written(path: Path, error: OSError) -> UserError:
-    """Return one line about a disk that is full, or worse: a person has to mend it."""
+    """Return one line about a disk that is full or broken, for the user to mend."""
     why = error.strerror or str(error)
     return UserError(f"{path}: cannot be written: {why}; what was acknowledged is there: make room first")
 

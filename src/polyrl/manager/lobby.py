@@ -1,6 +1,6 @@
 """The manager's state whether or not a run is open: sessions, their names, its clock, and counts of refusals.
 
-Workers may join and wait before anybody opens a run. When a trainer does, or `--serve`, the lobby gets its `run`
+Workers may join and wait before a run is open. When a trainer does, or `--serve`, the lobby gets its `run`
 (run.py), and keeps the sessions: a worker of the fleet is a session here and a seat in the scheduler.
 
     frames, questions --> frames_in --> tell --> scheduler --> frames_out --> sessions
@@ -61,7 +61,7 @@ class Lobby:
         """Names of workers that were given up and may come back: the session of each, and until when its name is
         reserved. In the order in which the names become free."""
         self.farewells: dict[str, frames.Release] = {}
-        """By session: the last word to a worker that was given up for good, repeated when it dials again."""
+        """By session: the last message to a worker that was given up for good, repeated when it dials again."""
         self.lives: dict[WorkerName, Incarnation] = {}
         self.refused: Counter[str] = Counter()
         self.num_frames = 0
@@ -168,7 +168,7 @@ class Lobby:
             session.link.close(why)
         if rejoin:
             self._reserve_name(session)
-        else:  # also for a worker that is connected: its connection may be broken without anybody knowing yet
+        else:  # also for a worker that is connected: its connection may be broken already
             self.farewells[session.key] = release
             if len(self.farewells) > _MAX_FAREWELLS:
                 del self.farewells[next(iter(self.farewells))]

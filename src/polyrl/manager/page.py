@@ -1,6 +1,6 @@
 """The files of the dashboard's page, and the headers that all of its answers have.
 
-Rules kept here: the page holds nothing of a run, so anybody may load it. Its content security policy lets the browser
+Rules kept here: the page holds nothing of a run, so it needs no token. Its content security policy lets the browser
 run and load only what is served here, and lets no other page frame it. The files are read once, so that requests of
 strangers cost no disk access.
 """

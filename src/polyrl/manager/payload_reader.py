@@ -57,7 +57,7 @@ class _Lane:
     ) -> None:
         self.lease, self.sample, self.tokens = lease, sample, tokens
         self.from_token, self.by = from_token, by
-        """Its first token, until its sample knows, and its worker with its engine."""
+        """The first token's position, until its sample is known; its worker, and that worker's engine."""
         self.opened_at, self.closed_at = 0, _NEVER
 
     def begin(self) -> None:

@@ -28,7 +28,7 @@ async def run_manager(
     stop: asyncio.Event,
     on_ready: Callable[[Front, ListenAddress, str], object],
 ) -> bool:
-    """`on_ready` is told where it listens and what it recovered; `opens_run`: a run without a trainer.
+    """Run a manager. `on_ready` is told where it listens and what it recovered; `opens_run`: a run without a trainer.
 
     Returns False when it was stopped before its run was read. Raises UserError when the directory or the port is taken.
     """

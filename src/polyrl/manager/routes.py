@@ -84,7 +84,7 @@ class Route(NamedTuple):
     method: Literal["GET", "POST"]
     path: str
     scope: Scope | None
-    """The scope of the tokens that may use the route, beside the admin's; None: everybody may."""
+    """The scope of the tokens that may use the route, beside the admin's; None: no token is needed."""
     handle: Handler
     """Its name is the operation's id."""
     summary: str
@@ -170,8 +170,15 @@ async def metrics(call: RouteCall) -> web.Response:
 
 
 async def drain(call: RouteCall) -> control.DrainReply:
-    name, wanted = call.name, call.body
-    if not await call.service.call(lambda lobby: joining.drain(lobby, name, wanted.reason, wanted.notice_s)):
+    name, wanted = WorkerName(call.name), call.body
+
+    def drain_it(lobby: Lobby) -> bool:
+        session = lobby.workers.get(name)
+        if session is not None and session.facts.local:
+            raise BadRequest(409, "worker", f"{name} is the trainer's own: without it the run ends; stop the trainer")
+        return joining.drain(lobby, name, wanted.reason, wanted.notice_s)
+
+    if not await call.service.call(drain_it):
         raise BadRequest(404, "worker", f"there is no worker {name!r}")
     return control.DrainReply(draining=name)
 
@@ -341,8 +348,8 @@ ROUTES = (
     Route("GET", "/v1/metrics", "admin", metrics, "Metrics in Prometheus' text format.", kind="text"),
     Route(
         "POST", "/v1/workers/{name}/drain", "admin", drain,
-        "Have a worker hand everything over and leave: now, or shortly before `notice_s` are over.",
-        control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
+        "Have a remote worker hand everything over and leave: now, or shortly before `notice_s` are over.",
+        control.DrainRequest, control.DrainReply, errors=(404, 409), may_be_empty=True,
     ),
     Route(
         "POST", "/v1/pause", "admin", pause, "Give no more leases; running ones go on.",

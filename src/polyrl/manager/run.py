@@ -134,7 +134,7 @@ class Run:
             self.tell(e.TimePassed())
 
     def stood_still(self, seconds: Seconds) -> None:
-        """This process heard nobody for so long: a worker counts as heard only when it is heard anew."""
+        """Take in that this process stood still for so long: a worker counts as heard only when it is heard anew."""
         for session in self.lobby.workers.values():
             session.told_heard_at = session.heard_at
         for host in self.lobby.hosts.values():
@@ -189,12 +189,12 @@ class Run:
 
     @property
     def is_without_trainer(self) -> bool:
-        """Whether the run only answers questions. Where there is a trainer, nobody else publishes a version."""
+        """Whether the run only answers questions. Where there is a trainer, only it publishes versions."""
         return self.trainer is None and self.desk.state.published >= 0
 
     @property
     def is_of_a_model(self) -> bool:
-        """Whether somebody trains on what is generated, or reads it."""
+        """Whether the answers are trained on, or read by clients."""
         return self.is_without_trainer if self.trainer is None else self.trainer.trains
 
     def say_to_trainer(self, frame: frames.ToTrainer) -> None:

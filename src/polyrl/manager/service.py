@@ -35,11 +35,11 @@ _BATCH = 512
 """Entries taken from the inbox before the journal is written and peers are answered."""
 _MAX_INBOX = 4096
 _STOOD_STILL_S = 0.5
-"""A timer that comes later than this means that the whole process stood still: nobody else was late."""
+"""A timer that comes later than this means that the whole process stood still: no peer was late."""
 _COMMIT_WITHIN_S = 0.02
 """Tokens alone may wait this long for the journal: more come meanwhile, and nothing depends on them yet."""
 _COMMIT_EVERY_S = 0.01
-"""The journal is written sooner when every worker has been heard: workers flush together, so nobody is waited for, and
+"""The journal is written sooner when every worker has been heard: workers flush together, so no more is due, and
 writing now spares a wake. But no more often than this, however fast frames come."""
 _LONGEST_SLEEP_S = 3600.0
 """A trainer may set longer waits than an event loop's timer takes."""
@@ -90,7 +90,7 @@ class Service:
         self._syncing: Future[None] | None = None
 
     def recover(self) -> None:
-        """Go on with the run of the directory. It may take a while, in a thread: nobody else touches the lobby."""
+        """Go on with the run of the directory. It may take a while, in a thread: no other code touches the lobby."""
         self.recovered = recover(self.lobby)
 
     @property
@@ -172,7 +172,7 @@ class Service:
         raise self._failure
 
     def _pass(self) -> None:
-        """Make one pass: take in all that has come, or a batch of it. Nobody else touches the lobby."""
+        """Make one pass: take in all that has come, or a batch of it. No other code touches the lobby."""
         self._is_due = False
         if not self._succeeds(self._take_batch):
             return

@@ -67,7 +67,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: Annotated[str, Meta(max_length=256)] = ""
     """The model's name for clients; empty: that of its directory."""
     max_samples: Annotated[int, Meta(ge=0, le=65536)] = 256
-    """Answers that may be in progress at once. A client that wants more is told to try again; 0: nobody may ask."""
+    """Answers that may be in progress at once. A client that wants more is told to try again; 0: none."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=262144)] = 8192
     """The longest answer, where `--serve` opens the run; a trainer's run has its own bound."""
     token_timeout_s: SettingSeconds = 120.0

@@ -30,7 +30,7 @@ from polyrl.wire.control import (
 
 
 def status(lobby: Lobby, uptime_s: float) -> Status:
-    """Return the manager's state for people and programs: who is here, what runs, who waits for whom."""
+    """Return the manager's state for people and programs: its peers, what runs, and what waits for what."""
     return _before_a_run(lobby, uptime_s) if lobby.run is None else _of_a_run(lobby.run, uptime_s)
 
 
@@ -189,6 +189,7 @@ def _worker(session: WorkerSession, now: float) -> WorkerStatus:
         draft_rounds=0 if report is None else report.num_rounds,
         tokens_drafted=0 if report is None else report.num_drafted,
         tokens_accepted=0 if report is None else report.num_accepted,
+        local=facts.local,
     )
 
 
@@ -208,6 +209,7 @@ def _member(run: Run, session: WorkerSession, running: _Running, now: float) -> 
         pulling=seat.pulling,
         source="" if source is None else source.name,
         tokens_running=running.tokens[seat.seat],
+        newest_lease=max(seat.leases, default=-1),
     )
 
 
@@ -302,7 +304,7 @@ def _waits(run: Run, now: float) -> Iterator[WaitStatus]:
 
 
 def _age_s(run: Run, name: str, key: int, left_s: float) -> float | None:
-    """Return how long a wait lasts already; None where its deadline is put off, and nobody knows when it began."""
+    """Return how long a wait lasts already; None where its deadline is put off, and its beginning is unknown."""
     desk, now = run.desk, run.lobby.now()
     rules, environments = desk.config.fleet_rules, desk.config.environments
     allowed = {

@@ -4,8 +4,8 @@
         def provider(self, run: ProviderRun) -> Provider:
             return MyProvider(run, ...)
 
-The workers that are started are real ones, which dial a manager that is not there. `kill` is how a worker dies here
-without anybody being asked.
+The workers that are started are real ones, which dial a manager that is not there. `kill` ends a worker here without
+the provider's doing.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ SECRET = "a-token-that-nobody-may-see-anywhere"
 
 
 def order_of(run: ProviderRun, name: str) -> WorkerOrder:
-    """Return an order for a worker that dials a port on which nobody listens."""
+    """Return an order for a worker that dials a port without a listener."""
     run.logs.mkdir(parents=True, exist_ok=True)
     arguments = ("worker", "--join", "http://127.0.0.1:9", "--engine", "emulated", "--name", name)
     if run.folder.name == "shared":

@@ -108,7 +108,7 @@ def _simulate_job(job: tuple[Variant, int]) -> Played:
 
 @contextmanager
 def simulators(num_processes: int) -> Iterator[RunAll]:
-    """What simulates cases, in their order, each as soon as it is there."""
+    """Yield a function that simulates cases, and gives results in their order, each as soon as it is there."""
     if num_processes == 1:
         yield lambda jobs: map(_simulate_job, jobs)
         return

@@ -14,7 +14,7 @@ Rules kept here: until the first call of a function has begun, no second process
 known whether its calls share one. A function that hangs is killed with its process. A function that crashes its process
 harms only its own answer: the other answers in that process are scored again, each alone in a new process. So is an
 answer whose process broke after it had scored others, since their leftovers may be the cause. An answer that itself
-took too long is not tried again. An answer that nobody waits for any more is still finished: restarting a process would
+took too long is not tried again. A cancelled answer is still finished: restarting a process would
 cost more. An answer that a reward worker was lost over goes to another one; after some losses it has no reward for now.
 """
 
@@ -137,7 +137,7 @@ class RewardPool:
 
     @property
     def is_without_places(self) -> bool:
-        """Whether there is nobody to score anything."""
+        """Whether there is no process and no reward worker to score anything."""
         return not self._max_processes and not self.remote.num_workers
 
     async def _score(self, call: RewardCall) -> ScoredReply:

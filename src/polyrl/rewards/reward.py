@@ -142,7 +142,7 @@ class RewardUnavailable(PolyrlError):
 
 
 class RewardStops(PolyrlError):
-    """No answer can have a reward before somebody changes something: a wrong key, a budget that is used up. One line,
+    """No answer can have a reward before the user changes something: a wrong key, a budget that is used up. One line,
     with which the run ends."""
 
 

@@ -1,4 +1,4 @@
-"""The code reward WITHOUT A SANDBOX: programs that a model wrote run with the rights of whoever started the run.
+"""The code reward WITHOUT A SANDBOX: programs that a model wrote run with the rights of the run's user.
 
     function = "polyrl.rewards.unsafe_no_sandbox:UnsafeCode"
 

@@ -34,14 +34,14 @@ log = logging.getLogger("polyrl.train")
 
 _DISMISS_S = 5.0
 _TYPICAL_PROMPT = 512
-"""Of an environment, whose prompts nobody knows before."""
+"""Of an environment, whose prompts are not known beforehand."""
 
 
 @asynccontextmanager
 async def started_manager(
     recipe: Recipe, run_dir: Path, point: ResumePoint | None, tls: Encryption | None
 ) -> AsyncIterator[tuple[ManagerProcess, ManagerAddress]]:
-    """The run's manager, and where everyone dials it: at the port that the run had, if that is free.
+    """Start the run's manager, and yield its address: at the port that the run had, if that is free.
 
     Raises UserError for a manager that does not come up, or a certificate whose name does not lead to it.
     """
@@ -86,7 +86,7 @@ def answer_rules(loaded: Loaded) -> AnswerRules:
 async def connected(
     recipe: Recipe, run_dir: Path, address: ManagerAddress, tasks: Tasks, loaded: Loaded, point: ResumePoint | None
 ) -> AsyncIterator[Fleet]:
-    """The trainer's client, with the run open. Raises UserError for a manager that knows another run."""
+    """Connect the trainer's client, and open the run. Raises UserError for a manager that knows another run."""
     sampling = sampling_of(recipe)
     typical = int(np.mean([len(tasks.tokens(domain, 0)) or _TYPICAL_PROMPT for domain in range(len(tasks.names))]))
 

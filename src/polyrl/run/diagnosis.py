@@ -10,6 +10,7 @@ estimate is an upper bound on the time that a sample still needs, from the pace 
 For a run without a process, `diagnose_remains` reads the run's directory.
 """
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,20 @@ def read_steps(run_dir: Path) -> list[dict[str, MetricValue]]:
         raise UserError(f"{run_dir}: no run there; expected a directory with a journal")
     file = run_dir / metrics.FILE_NAME
     return metrics.read_steps(file) if file.exists() else []
+
+
+def diagnose_stopped(run_dir: Path) -> Diagnosis | None:
+    """Diagnose a run whose manager's process is stopped on this machine, and answers nobody; None: it is not."""
+    try:
+        pid = int(json.loads((run_dir / "manager.json").read_text())["pid"])
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, ValueError, LookupError, TypeError):  # it has ended, or runs elsewhere
+        return None
+    if state not in ("T", "t") or b"manager" not in words:
+        return None
+    what = f"its manager, process {pid}, is stopped (SIGSTOP, or a debugger): nobody hears of it"
+    return Diagnosis(False, (Finding(what, "nothing", f"let it go on: kill -CONT {pid}", needs_help=True),))
 
 
 def diagnose_remains(run_dir: Path, steps: Sequence[Mapping[str, MetricValue]]) -> Diagnosis:

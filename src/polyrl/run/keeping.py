@@ -121,7 +121,7 @@ class FleetKeeper:
         self._lives: dict[str, _Life] = {}
         self._trouble = ""
         self._beside: list[str] = []
-        """Workers that somebody started beside those that are wanted."""
+        """Workers that were started by hand, beside those that are wanted."""
         self.held: Mapping[str, HeldWorker] = {}
 
     # How many
@@ -174,7 +174,7 @@ class FleetKeeper:
     # Doing it
 
     async def adopt(self) -> None:
-        """Take over the workers that are there already, whoever started them."""
+        """Take over the workers that are there already, of whatever origin."""
         self.held = await self.provider.held()
         self._names = sorted(
             (name for name, one in self.held.items() if one.is_there), key=lambda name: (len(name), name)
@@ -383,7 +383,7 @@ async def keep(keeper: FleetKeeper, fleet: Fleet, say: Say) -> None:
 
 
 async def until_joined(recipe: Recipe, fleet: Fleet, keeper: FleetKeeper) -> None:
-    """With `fleet.wait`, wait for all workers to join. Warn and return if time is up or one has ended."""
+    """Wait for all workers to join, with `fleet.wait`. Warn and return if time is up or one has ended."""
     until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
     while recipe.fleet.wait and set(keeper.names) - {one.name for one in (await fleet.status()).workers}:
         if time.monotonic() > until or any(one.state == "ended" for one in keeper.held.values()):

@@ -8,6 +8,7 @@ written. A group in a step's file is not read from the journal as well. No proce
 be read in the same way.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +20,7 @@ import numpy as np
 
 from polyrl.config import load_toml
 from polyrl.data.tokens import answer_decoder, check_tokenizer
-from polyrl.errors import JournalError, UserError
+from polyrl.errors import JournalError, UserError, one_line
 from polyrl.ids import GroupId, SampleId, group_of, show_sample
 from polyrl.journal.files import find_begun, open_journal
 from polyrl.journal.framing import CutShort
@@ -152,7 +153,8 @@ class Kept:
     def choose(
         self, text_of: Texts, *, step: int | None, grep: str | None, order: Literal["best", "worst"] | None
     ) -> Iterator[KeptSample]:
-        """Samples of a step, by default of the newest that was trained; with `grep`, of all steps, the newest first.
+        """Choose samples of a step, by default of the newest that was trained; with `grep`, of all steps, the newest
+        first.
 
         `grep`: only those whose prompt or answer has this text. `order`: by reward, and only those that have one.
         """
@@ -251,7 +253,14 @@ def _spans(
 
 
 def _open_samples(run_dir: Path, step_of: Mapping[GroupId, int]) -> dict[int, list[KeptSample]]:
-    """Answers of these groups in the manager's journal, by step: whole ones alone."""
+    """Answers of these groups in the manager's journal, by step: whole ones alone. Raises JournalError."""
+    try:
+        return _whole_samples(run_dir, step_of)
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
+        raise JournalError(f"{run_dir}: its payload is none that a manager writes: {one_line(error)}") from error
+
+
+def _whole_samples(run_dir: Path, step_of: Mapping[GroupId, int]) -> dict[int, list[KeptSample]]:
     reader, scored = PayloadReader(step_of), set[int]()
     for item in read_payload(run_dir):
         if isinstance(item, list):
@@ -278,6 +287,8 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
         TrainSegment(one.version, end - one.from_token, one.engine, one.worker)
         for one, end in zip(written.segments, ends, strict=True)
     )
+    if not all(map(math.isfinite, (written.reward, *written.parts.values()))):
+        raise ValueError("a reward that is no finite number")
     tokens, reward = columns.view_cells(written.cells)["token"], written.reward if is_scored else None
     sequences = make_sequences(calls_of(written.calls, written.cells), tokens.astype(np.int32))
     spans = tuple(_spans(one.tokens.tolist(), one.trained.tolist()) for one in sequences)

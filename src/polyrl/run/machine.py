@@ -203,7 +203,7 @@ def _files() -> MachineCheck:
 
 
 def _port(wanted: int | None = None) -> MachineCheck:
-    """`wanted`: the port that a recipe names; None: the one that is tried first."""
+    """Check the port. `wanted`: the one that a recipe names; None: the one that is tried first."""
     port = DEFAULT_PORT if wanted is None else wanted
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -158,7 +158,7 @@ def _load(
     has_head: bool = True,
     serves: bool = False,
 ) -> Policy:
-    """`serves`: of a model that ranks share, there is a whole copy beside it for the engine."""
+    """Load a model. `serves`: of a model that ranks share, keep a whole copy beside it for the engine."""
     settings = _settings(recipe) if is_trained else {}
     sharing = _sharing(ranks)
     if sharing is None:

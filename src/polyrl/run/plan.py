@@ -134,7 +134,7 @@ def read_shape(path: str, key: str = "model.path") -> ModelEstimates:
         kv_heads = int(config.get("num_key_value_heads") or heads)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:  # a size may be Infinity, or 0
         raise ConfigError(f"{key}: {place} cannot be used: {type(error).__name__}: {error}") from error
     layout = folders.layout_in(Path(path))
     try:
@@ -171,7 +171,7 @@ def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
     tokens = recipe.train.micro_batch_tokens
     layer = 6 * shape.hidden + 3 * shape.query + 4 * shape.key + 4 * shape.intermediate  # what its backward pass reads
     if recipe.model.gradient_checkpointing:
-        elements = shape.hidden * shape.num_layers + layer
+        elements = (shape.hidden + shape.query) * shape.num_layers + layer  # attention's results stay, of long samples
     else:
         elements = layer * shape.num_layers
     ranks = recipe.train.ranks // recipe.train.replicas
@@ -218,7 +218,7 @@ def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:
 
 
 def _changed(recipe: Recipe, shape: ModelEstimates) -> list[tuple[int, int]]:
-    """Return the matrices that LoRA changes. Raises ConfigError for a target that none is called."""
+    """Return the matrices that LoRA changes. Raises ConfigError for a target that matches no matrix."""
     wanted = recipe.lora
     if not wanted.rank:
         return []

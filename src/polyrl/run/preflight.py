@@ -111,7 +111,7 @@ def logging_to(run_dir: Path, level: int) -> Iterator[None]:
 
 
 def _remove_what_is_empty(files: Iterable[Path], folders: Iterable[Path]) -> None:
-    """`folders`: the innermost first."""
+    """Remove empty folders, given the innermost first."""
     for file in files:
         if file.is_file() and not file.stat().st_size:
             file.unlink()

@@ -123,7 +123,8 @@ class ManagerProcess:
         raise UserError(f"the manager did not start: {self._what_it_said(said_before)}")
 
     async def _keep_alive(self, first: "asyncio.Future[ManagerAddress]") -> None:
-        """`first` is where it listens, and from then on again. Raises UserError when it is not worth another try."""
+        """Keep a manager alive. `first` is where it listens, and from then on again. Raises UserError when it is not
+        worth another try."""
         loop = asyncio.get_running_loop()
         deaths: list[float] = []
         num_failed_starts = num_bad_restarts = 0

@@ -1,7 +1,7 @@
 """Watch ranks on several nodes: rank zero notices within seconds that a rank or a whole node is gone, and so do they.
 
     watch = RankWatch(size)                      rank zero; the others are told its port and its key with their setup
-    watch.lost()                                 a line on who is gone, or None
+    watch.lost() a line on the rank that is gone, or None
     attendance = Attendance(host, port, key, info)      another rank: from now on it ends when rank zero does
 
 Every other rank holds one connection to rank zero, on which nothing is said after the first message. A process that
@@ -112,7 +112,7 @@ class RankWatch:
             self._cut_the_silent()
 
     def _cut_the_silent(self) -> None:
-        """Cut connections that have not said who they are."""
+        """Cut connections that have not named their rank."""
         for key in list(self._selector.get_map().values()):
             one, about = key.fileobj, key.data
             if about is None or not isinstance(one, socket.socket) or one in self._peers:

@@ -112,7 +112,7 @@ class OtherRanks:
         self._far: list[FarReplica] = []
 
     def check(self) -> None:
-        """Raises RankLost when a rank has ended: nobody watches them before the run begins."""
+        """Raises RankLost when a rank has ended: the ranks are not watched before the run begins."""
         if (lost := self._gone()) is not None:
             raise lost
 
@@ -218,7 +218,7 @@ class OtherRanks:
 def assembled(
     recipe: Recipe, run_dir: Path, info: "RankInfo | None", checkpoint: Path | None
 ) -> Iterator[OtherRanks | None]:
-    """All ranks of a run, told what it is; None where there is only this one."""
+    """Assemble all ranks of a run, told what it is; None where there is only this one."""
     if recipe.train.ranks == 1:
         yield None
         return

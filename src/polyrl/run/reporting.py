@@ -8,7 +8,7 @@ over. run/diagnosis.py finds the cause. The manager is told the state of reward 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ from polyrl.wire.dial import Dialer, is_loopback
 
 _LOOK_EVERY_S = 1.0
 _PATIENCE_S = 15.0
+_MAX_PARTS = 128
+"""Names of parts of rewards that become metrics. A host may give each episode others."""
 
 
 class Watch(Protocol):
@@ -86,6 +88,8 @@ class Reporter:
         self._fleet: Fleet | None = None
         self._tasks: Tasks | None = None
         self._drafts = DraftCounts()
+        self._parts: dict[str, None] = {}
+        """The names of parts that became metrics."""
         self._far: dict[str, float] = {}
         """Kinds of engines that were too far from the trainer in the last step."""
 
@@ -176,6 +180,12 @@ class Reporter:
         parts = [f"{name} {rate:.3f}" for name, rate in {**of_all, **(shown if several else {})}.items()]
         self.display.say("  ".join([f"version {version} validates:", *parts]))
 
+    def _known_parts(self, parts: Mapping[str, float]) -> dict[str, float]:
+        for name in parts:
+            if len(self._parts) < _MAX_PARTS:
+                self._parts[name] = None
+        return {name: mean for name, mean in parts.items() if name in self._parts}
+
     def _metrics(self, report: StepReport) -> dict[str, MetricValue]:
         rewards = np.array(report.rewards or [0.0])
         lengths = np.array(report.lengths or [0])
@@ -187,7 +197,7 @@ class Reporter:
             "reward/std": float(rewards.std()) if report.rewards else None,
             "reward/max": float(rewards.max()) if report.rewards else None,
             "reward/min": float(rewards.min()) if report.rewards else None,
-            **{f"reward/{name}/mean": mean for name, mean in report.parts.items()},
+            **{f"reward/{name}/mean": mean for name, mean in self._known_parts(report.parts).items()},
             "sample/sequences": report.num_sequences,
             "token/response_length/mean": float(lengths.mean()) if report.lengths else None,
             "token/response_length/max": int(lengths.max()) if report.lengths else None,
@@ -333,7 +343,7 @@ async def reporting(
     point: ResumePoint | None,
     watch: Watch | None,
 ) -> AsyncIterator[Reporter]:
-    """A reporter with its display, for as long as the run lasts."""
+    """Open a reporter with its display, for as long as the run lasts."""
     if point is not None and point.breaks:
         breaks.note(run_dir, point.breaks)
     title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)

@@ -136,7 +136,7 @@ class RestoredModels:
 
     @asynccontextmanager
     async def replicas(self, devices: Devices, run_dir: Path, address: ManagerAddress) -> AsyncIterator[Replicas]:
-        """All replicas, in the fleet of the run's manager. The other ones end with it."""
+        """Start all replicas, in the fleet of the run's manager. The other ones end with it."""
         replicas = Replicas(self.steps, devices, self.far, local_worker.NAME if self.far else "")
         try:
             await replicas.join_run(address.url, read_token_file(run_dir / "admin.token"))
@@ -168,7 +168,7 @@ async def _train_again(recipe: Recipe, run_dir: Path, point: ResumePoint, found:
 
 @contextmanager
 def restored(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Iterator[RestoredModels]:
-    """The run's models in memory, on all of its ranks, as they were at `point`; None: as a run begins with them.
+    """Load the run's models on all of its ranks, as they were at `point`; None: as a run begins with them.
 
     Raises UserError.
     """

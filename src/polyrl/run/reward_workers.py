@@ -85,7 +85,7 @@ def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
 
 
 async def _tell_of_places(recipe: Recipe, pool: RewardPool) -> None:
-    """Say, until cancelled, that nobody scores; and once that there are more places than are used."""
+    """Print, until cancelled, that no worker scores; and once that there are more places than are used."""
     since: float | None = None
     told_at, is_told = 0.0, False
     slots = recipe.rewards.max_under_way

@@ -96,7 +96,7 @@ def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
     """Return the scheduler's limits. The pool ends a function that takes too long; the scheduler's own limit is for a
     pool that does not answer at all: it is later than the last of the queue, if a process starts anew for each before
     it, and each of a domain's functions takes all of its time. Functions of whole groups have as many places of their
-    own. Without processes nobody knows how long a place is waited for."""
+    own. Without processes the wait for a place is unknown."""
     rewards, slots = recipe.rewards, recipe.rewards.max_under_way
     chosen = [recipe.rewards_of(domain) for domain in recipe.data.all_domains]
     functions = max(1, *map(len, chosen))

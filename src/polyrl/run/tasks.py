@@ -359,7 +359,7 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
 def _open_all(
     recipe: Recipe, surroundings: Surroundings, *, one_step: bool = False
 ) -> tuple[ModelTokenizer, list[Domain]]:
-    """`one_step`: read no more to train on than a step wants."""
+    """Open all domains. `one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, domain_keys(recipe), strict=True))
     if recipe.rewards.processes:
         check_functions(reward_keys(recipe), surroundings)

@@ -1,4 +1,4 @@
-"""What each domain of a recipe trains on: for a run, and for those who look at its answers afterwards."""
+"""What each domain of a recipe trains on: for a run, and for commands that show its answers afterwards."""
 
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.data.sources import Source, open_training
@@ -14,7 +14,7 @@ def domain_keys(recipe: Recipe) -> list[str]:
 
 
 def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
-    """Tokens that a context leaves for a prompt beside the longest answer; none: any number."""
+    """Return the tokens that a context leaves for a prompt beside the longest answer; None: any number."""
     limits = [one for one in (recipe.model.max_context, model_context) if one is not None]
     if not limits:
         return None
@@ -28,7 +28,7 @@ def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
 
 
 def open_rows(recipe: Recipe) -> list[Source]:
-    """Open what each domain trains on, for those who look at answers: no reward is looked for. Raises UserError."""
+    """Open each domain's data to show answers with it: no reward is looked for. Raises UserError."""
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     named = zip(recipe.data.all_domains, domain_keys(recipe), strict=True)

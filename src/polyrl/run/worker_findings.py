@@ -43,7 +43,9 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
         return _of_weights(now, worker)
     wait = wait_of(now, "switch", name)
     if wait is not None:
-        return Finding(f"{name}'s devices change hands ({worker.duty})", f"in {left(wait)} at the latest")
+        return Finding(
+            f"{name}'s devices change hands ({worker.duty.replace('_', ' ')})", f"in {left(wait)} at the latest"
+        )
     if before is None or not worker.running or _written(worker) != _written(before):
         return None
     if now.trainer == "away":
@@ -125,5 +127,5 @@ def of_refusals(now: Status) -> Iterator[Finding]:
             yield Finding(f"refused since the manager started: {number:,} {what}", "each was told so", do)
 
 
-def _written(worker: WorkerStatus) -> tuple[int, int]:
-    return worker.running, worker.tokens_running
+def _written(worker: WorkerStatus) -> tuple[int, int, int]:
+    return worker.running, worker.tokens_running, worker.newest_lease

@@ -163,8 +163,8 @@ def devices_of(recipe: Recipe, own: DeviceSpan) -> dict[str, str]:
 async def tell_who_is_turned_away(
     fleet: Fleet, started: Container[str], say: Callable[[str | Text], None], every_s: float = _REFRESH_EVERY_S
 ) -> None:
-    """Print a line for each worker from elsewhere that cannot serve this run, until somebody cancels this, or the
-    manager is given up, which the run says itself. `started` are told of by their keeper."""
+    """Print a line for each worker from elsewhere that cannot serve this run, until it is cancelled, or the manager is
+    given up, which the run reports itself. `started` are told of by their keeper."""
     told: dict[str, str] = {}
     with contextlib.suppress(UserError):
         while True:

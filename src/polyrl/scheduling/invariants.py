@@ -11,7 +11,7 @@ from polyrl.ids import SampleId, Seconds, Version, show_sample
 from polyrl.scheduling.core.desk import ON_DESK, Desk
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
-from polyrl.scheduling.parts import failures, leases
+from polyrl.scheduling.parts import episodes, failures, leases
 from polyrl.scheduling.rules.staleness import newest_step, oldest_version
 from polyrl.scheduling.rules.tail_batching import num_extra
 from polyrl.scheduling.scheduler import Scheduler
@@ -317,8 +317,10 @@ def _check_rest(desk: Desk) -> None:
     if desk.state.paused:
         return
     for round_ in desk.rounds.values() if desk.hosts.seats else ():
-        for domain in sorted({desk.groups[desk.samples[one].group].domain for one in _unhosted(desk, round_)}):
-            room = desk.hosts.choose(desk.environment_of(domain))
+        for sample_id in _unhosted(desk, round_):
+            waiting = desk.samples[sample_id]
+            domain = desk.groups[waiting.group].domain
+            room = episodes.choose_host(desk, waiting, desk.environment_of(domain))
             _law(room is None, f"an episode of domain {domain} waits although a host has room for it")
     shares = leases.local_level(desk) < math.inf
     for round_ in (desk.asked, *desk.rounds.values()):

@@ -1,4 +1,4 @@
-"""The scheduler: facts in, wishes out.
+"""The scheduler: events (facts) in, commands (wishes) out.
 
     handle(event, now) -> commands        one task calls it; `now` never goes back
     wakeup_at                             when to send TimePassed if nothing else happens
@@ -24,7 +24,7 @@ from polyrl.scheduling.handlers import HANDLERS
 from polyrl.scheduling.parts import devices, episodes, leases, membership, rounds, scoring, steps, turns
 
 _LATE_IS_NOTHING = 8
-"""The first rules by which late news has nobody look again for workers of samples that failed."""
+"""The first rules by which late news starts no new search for workers of failed samples."""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, state: State | None = None, rules: int = RULES) -> None:
-        """A new run, by these rules of ours; or one that goes on from a state, by its own."""
+        """Begin a run by the present rules; or go on from a state by the rules of that state."""
         self.desk = Desk(config, new_state(config, rules) if state is None else state)
         self._now: Seconds = -math.inf
 
@@ -70,7 +70,7 @@ class Scheduler:
         return at is not None and at <= now
 
     def save(self) -> bytes:
-        """Everything that is needed to go on from here."""
+        """Return everything that a scheduler needs to go on from here."""
         return msgspec.msgpack.encode(Saved(self.desk.config, self.desk.state, self._now))
 
     @classmethod
@@ -101,7 +101,7 @@ class Scheduler:
         return desk.commands
 
     def _pursue(self, now: Seconds) -> None:
-        """Do what has become possible."""
+        """Take the actions that the event made possible."""
         desk = self.desk
         while desk.rounds_due or desk.place_due or desk.devices_due or desk.pulls_due or desk.hosts_due:
             if desk.rounds_due:

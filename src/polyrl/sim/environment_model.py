@@ -32,7 +32,7 @@ EpisodeKey = tuple[int, int, int, int]
 
 
 class EpisodeScript(Struct, frozen=True):
-    """The way of an episode that nobody disturbs."""
+    """The way of an undisturbed episode."""
 
     ends: tuple[int, ...]
     """Drawn tokens of the episode at the end of each call."""
@@ -43,7 +43,7 @@ class EpisodeScript(Struct, frozen=True):
     correct: bool
 
     def given_tokens(self, call: int) -> int:
-        """Tokens that tools have added to the prompt of a call."""
+        """Return the tokens that tools have added to the prompt of a call."""
         return call * self.tool_tokens
 
     def start(self, call: int) -> int:

@@ -22,7 +22,7 @@ def scenario_folder() -> Path:
 
 
 def list_scenarios() -> list[tuple[str, str]]:
-    """(name, what it is about) of every scenario that ships with the package, by name."""
+    """Return the name and the summary of every scenario that ships with the package, by name."""
     return list_shipped(scenario_folder())
 
 

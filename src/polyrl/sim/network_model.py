@@ -87,7 +87,7 @@ class NetworkModel:
         return sent
 
     def advance(self, now: Seconds) -> list[tuple[int, Seconds]]:
-        """`(flow_id, at)` of the flows that finished up to `now` and were not yet told, in order."""
+        """Return `(flow_id, at)` of the flows that finished up to `now` and were not yet told, in order."""
         self._settle(now)
         finished, self._finished = self._finished, []
         return finished

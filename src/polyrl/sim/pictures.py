@@ -99,7 +99,7 @@ def draw_host_plan(plan: "HostPlan", folder: Path) -> None:
 
 
 def host_plan_figure(plan: "HostPlan") -> "Figure":
-    """Seconds of a step against the number of host processes, with the number that is enough."""
+    """Draw the seconds of a step against the number of host processes, with the number that is enough."""
     figure, axes = new_figure(8.5, 5.4)
     rows = [row for row in plan.rows if row.problem is None]
     x, y = [row.processes for row in rows], [row.step_time_s for row in rows]

@@ -91,7 +91,7 @@ def time_axis(total_s: Seconds, width: int) -> tuple[str, str]:
 
 
 def columns_of(values: Sequence[float], width: int) -> tuple[list[float], int, int]:
-    """(means, values a mean stands for, characters a column): as many columns as fit into the width."""
+    """Return (means, values a mean stands for, characters a column): as many columns as fit into the width."""
     each = max(1, -(-len(values) // max(1, width)))
     means = [sum(values[i : i + each]) / len(values[i : i + each]) for i in range(0, len(values), each)]
     return means, each, max(1, min(_MAX_BAR_WIDTH, width // max(1, len(means))))
@@ -163,7 +163,7 @@ def saw_tooth(steps: Sequence[Measured], num_warmup: int, width: int) -> Group:
 
 
 def speed_by_workers(steps: Sequence[Measured], width: int) -> Group | None:
-    """Tokens a second by the number of workers; None if it never changed."""
+    """Return the tokens a second by the number of workers; None if it never changed."""
     by_number: dict[int, list[Measured]] = {}
     for step in steps:
         by_number.setdefault(round(step.line.mean_workers), []).append(step)

@@ -154,7 +154,7 @@ class Result(Struct, frozen=True, kw_only=True):
     law_violations: int
     broken_laws: list[str]
     assumed: list[str]
-    """Keys of the scenario that the figures hang on and that nobody has published: they are the user's to measure."""
+    """Keys of the scenario that the figures depend on and that were never published: the user has to measure them."""
 
 
 class Measured(Struct, frozen=True):
@@ -248,7 +248,7 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
 
 
 def to_json(result: Struct, *, indent: int = 2) -> str:
-    """Any struct of figures as JSON text. A number that JSON cannot say is null."""
+    """Write any struct of figures as JSON text. A number that JSON cannot say is null."""
     return msgspec.json.format(msgspec.json.encode(result), indent=indent).decode()
 
 

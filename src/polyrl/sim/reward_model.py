@@ -30,7 +30,7 @@ class ModelledRewards:
         self._seed = seed
 
     def natural(self, domain: int, prompt: int, visit: int, index: int) -> tuple[Seconds, bool]:
-        """Seconds without a limit (infinite for a run that never ends), and whether the answer is right."""
+        """Return the seconds without a limit (infinite for a run that never ends), and whether the answer is right."""
         reward, seed = self._rewards[domain], self._seed
         if unit(seed, _ENDLESS_STREAM, domain, prompt, visit, index) < reward.endless_share:
             return inf, False

@@ -339,7 +339,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.rewards.slots if per_device is None else max(1, round(per_device * self.trainer.num_devices))
 
     def kv_tokens(self, width: int) -> int:
-        """Tokens that fit into the cache of an engine on so many devices: by the planner's own formula."""
+        """Return the tokens that fit into the cache of an engine on so many devices, by the planner's own formula."""
         planned = self.parallelism
         if self.engine.kv_tokens is not None:
             return max(1, int(self.engine.kv_tokens * width / self.first_width))

@@ -323,7 +323,7 @@ class Simulation:
         self._fleet.generate(command, prompt_tokens=prompt_tokens, total_tokens=total, prefix=group)
 
     def _natural_length(self, sample: SampleId) -> int:
-        """Return where a sample ends if nobody stops it, and count it when it is asked for the first time."""
+        """Return where a sample ends unless it is stopped, and count it when it is asked for the first time."""
         total = self._lengths.get(sample)
         if total is None:
             group = group_of(sample)

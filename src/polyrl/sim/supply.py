@@ -10,7 +10,7 @@ Rules it keeps:
 - Nothing happens to a machine after it was taken: no restart, no end of a partition.
 
 It leaves out `faults.kill_at_s`, which counts from a step's start and is the simulation's, late and repeated news, and
-the release of machines that nobody needs: events of a machine that the simulation gave back are to be ignored.
+the release of machines that are not needed: events of a machine that the simulation gave back are to be ignored.
 """
 
 import csv

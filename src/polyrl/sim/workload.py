@@ -2,10 +2,11 @@
 
 A visit is one time that a prompt is started; a deferred prompt has several in an epoch.
 
-Rules it keeps: a length depends only on its key and the seed, never on who asks when; it is at least 1 and at most
-`max_new_tokens`; samples of one prompt are correlated through a Gaussian copula, so that some prompts are long in every
-attempt. With a recorded trace, prompt i is row i modulo the number of rows of its domain, and its attempts cycle
-through the row's lengths. It leaves out what the tokens say, and what training does to lengths but `growth_per_step`.
+Rules it keeps: a length depends only on its key and the seed, never on the time or order of questions; it is at least 1
+and at most `max_new_tokens`; samples of one prompt are correlated through a Gaussian copula, so that some prompts are
+long in every attempt. With a recorded trace, prompt i is row i modulo the number of rows of its domain, and its
+attempts cycle through the row's lengths. It leaves out what the tokens say, and what training does to lengths but
+`growth_per_step`.
 """
 
 from math import exp, log, log1p, sqrt
@@ -82,7 +83,7 @@ class _LengthCurve:
         self.of_sample = sqrt(1.0 - domain.correlation)
 
     def tokens_at(self, score: float) -> float | None:
-        """Tokens at that score; none for an answer that runs into the cap whatever the cap is."""
+        """Return the tokens at that score; None for an answer that runs into the cap whatever the cap is."""
         return None if score >= self._points[-1][0] else exp(interpolate(self._points, score))
 
 
@@ -129,7 +130,7 @@ class Workload:
         return rows[prompt % len(rows)].prompt_tokens
 
     def answer_tokens(self, domain: int, prompt: int, visit: int, index: int, step: int = 0) -> int:
-        """Return where this sample ends if nobody stops it, the cap included."""
+        """Return where this sample ends unless it is stopped, the cap included."""
         if self._rows is not None:
             rows = self._rows[domain]
             lengths = rows[prompt % len(rows)].lengths

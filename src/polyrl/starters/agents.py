@@ -71,7 +71,7 @@ def _text(said: str | Sequence[dict[str, Any]]) -> str:
 
 
 def teach_calculator(said: list[str], draws: random.Random) -> str:
-    """`12p7q` is asked: mostly a guess, now and then a call `c12p7`, whose result `19a` is mostly copied."""
+    """Teach answers to `12p7q`: mostly a guess, now and then a call `c12p7`, whose result `19a` is mostly copied."""
     if len(said) > 1:
         return _copied(said[-1].removesuffix("a"), draws)
     first, _, second = said[0].removesuffix("q").partition("p")

@@ -38,7 +38,7 @@ def note(run_dir: Path, new: Sequence[Break]) -> None:
 
 
 def read(run_dir: Path, step: int | None = None) -> list[Break]:
-    """All, or those at one step; none where there is no file. Raises UserError."""
+    """Read all breaks, or those at one step; none where there is no file. Raises UserError."""
     path = run_dir / FILE_NAME
     try:
         lines = path.read_bytes().splitlines()

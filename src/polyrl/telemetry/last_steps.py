@@ -1,7 +1,7 @@
 """The time of a run's last steps, by its parts, from its metrics, and advice on making them shorter.
 
-Rules kept here: a trainer that has nothing to train says not what it waits for; answers, rewards or environments. That
-is told by whoever read the journal, and without it no advice is given on it.
+Rules kept here: a trainer that has nothing to train says not what it waits for; answers, rewards or environments. The
+reader of the journal says so, and without it no advice is given on such waits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _WRITING = ("answers", "last answers", "places", "no worker")
 
 
 def tell(steps: Sequence[Mapping[str, object]], waits_for: str | None = None) -> list[str]:
-    """Medians of the last steps, then advice; nothing of a run that has trained none.
+    """Write the medians of the last steps, then advice; nothing before the first step.
 
     `waits_for`: what the trainer waits for most, a key of dashboard.waiting.WORDS; empty: nothing much; None: unknown.
     """

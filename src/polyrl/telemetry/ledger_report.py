@@ -19,7 +19,7 @@ TableRow = tuple[str, ...]
 
 
 def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, Any]:
-    """Everything that the table shows, and every step. `broken_laws` is null when nobody looked for them."""
+    """Everything that the table shows, and every step. `broken_laws` is null when they were not checked."""
     ledger = account.ledger
     dollars = _dollars(account)
     by_step = _by_step(account)
@@ -99,7 +99,7 @@ def _became(account: Account) -> dict[str, dict[str, Any]]:
 
 
 class _Dollars(NamedTuple):
-    """Dollars of everybody who is paid."""
+    """Dollars of workers, hosts, reward workers and the trainer."""
 
     trainer: float
     workers: float

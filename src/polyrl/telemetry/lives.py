@@ -62,7 +62,7 @@ class Life(Struct):
     ended_at: Seconds | None = None
     """For a worker that was not heard of after an absence of the driver: when the absence began."""
     missed_since: Seconds | None = None
-    """Nobody knows yet whether it lived on: the driver was away from then on, and has not heard of it."""
+    """It is unknown yet whether it lived on: the driver was away from then on, and has not heard of it."""
     repriced: list[tuple[Seconds, float]] = []
     """From when on it cost something else an hour."""
     ending: Literal["", "left", "lost"] = ""
@@ -165,7 +165,7 @@ class FleetWatcher:
         self.timeline.mark(worker.name, None, since)
 
     def _find(self, seat: int) -> None:
-        """A worker that is heard of again was there all along."""
+        """Return the worker's life. A worker that is heard of again was there all along."""
         if seat in self.misses:
             since, activity = self.misses.pop(seat)
             self.timeline.mark(self._by_seat[seat].worker, activity, since)
@@ -195,7 +195,7 @@ class FleetWatcher:
         self.timeline.mark(life.worker, None, life.ended_at)
 
     def end(self, now: Seconds) -> None:
-        """End the account. Nobody knows whether a worker that is still missed lived on."""
+        """End the account. It stays unknown whether a worker that is still missed lived on."""
         for seat, (since, _) in self.misses.items():
             self._by_seat[seat].missed_since = since
         self.timeline.end(now)

@@ -116,7 +116,7 @@ class NewLines(NamedTuple):
 
 
 class GrowingMetrics:
-    """The lines of steps of a file that somebody else writes; each is read once."""
+    """The lines of steps of a file that another process writes; each is read once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -155,7 +155,7 @@ def read_validation(path: Path, version: int) -> dict[str, float]:
 
 
 def _lines(data: bytes, name: str) -> Iterator[tuple[int, dict[str, MetricValue]]]:
-    """(byte behind it, the line) of every line; the last one may be cut short, and is skipped then."""
+    """Yield every line with the byte behind it; the last one may be cut short, and is skipped then."""
     end = 0
     for number, raw in enumerate(data.splitlines(keepends=True), start=1):
         end += len(raw)

@@ -208,7 +208,8 @@ def longest_figure(runs: Sequence[DrawnRun]) -> "Figure | None":
 
 
 def workers_figure(runs: Sequence[DrawnRun]) -> "Figure | None":
-    """Tokens a second of each step against its mean number of remote workers, and the mean of each whole number."""
+    """Draw the tokens a second of each step against its mean number of remote workers, and the mean of each whole
+    number."""
     shown = [(run, points) for run in runs if (points := _known((one.workers, one.tok_s) for one in run.steps))]
     if not shown:
         return None

@@ -182,7 +182,7 @@ def _head(view: RunView, now: Seconds) -> Text:
 
 
 def eta_s(view: RunView, now: Seconds) -> Seconds | None:
-    """Seconds until the last step is done, at the pace of recent steps; None if unknown."""
+    """Return the seconds until the last step is done, at the pace of recent steps; None if unknown."""
     if view.num_steps is None or not view.step_times_s:
         return None
     step_s = fmean(view.step_times_s[-_MAX_STEP_TIMES:])

@@ -9,7 +9,7 @@ gives each rank all rows of a share of the heads, and another one gives it its o
 2309.14509): the sums are those of one rank. Every rank then has all log-probabilities and computes the same loss;
 backwards it goes on with the gradient of its own ones, so the sum of gradients over ranks counts each token once.
 
-For everybody else a context is one rank: `InContexts` is the view of that.
+For all other code a context is one rank: `InContexts` is the view of that.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def _swap(parts: Tensor, context: Context) -> Tensor:
 
 
 def _to_heads(rows: Tensor, context: Context) -> Tensor:
-    """From this rank's rows, (rows, heads, dim), to all rows of its heads."""
+    """Exchange this rank's rows, (rows, heads, dim), for all rows of its heads."""
     num, heads, dim = rows.shape
     parts = rows.view(num, context.size, heads // context.size, dim).transpose(0, 1)
     return _swap(parts, context).reshape(num * context.size, heads // context.size, dim)

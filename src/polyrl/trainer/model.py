@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from polyrl.engines.builtin import models, packed
-from polyrl.engines.builtin.long_attention import can_attend
+from polyrl.engines.builtin.long_attention import can_attend, keep_results
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.engine import EngineError
 from polyrl.errors import UserError
@@ -285,13 +285,13 @@ class Policy:
 
     @contextmanager
     def _checkpointing(self) -> Iterator[None]:
-        """Let layers keep only their input, and run again in the backward pass. The engine never sees them in this
-        mode."""
+        """Let layers keep only their input, and what attention gave for long samples, and run again in the backward
+        pass. The engine never sees them in this mode."""
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             yield
             return
         for layer in self._layers:
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=keep_results)
             layer.gradient_checkpointing = layer.training = True
         try:
             yield

@@ -42,7 +42,7 @@ class VersionFacts(Struct, frozen=True):
     version: int
     parent: str
     key: bytes
-    """The run's, without which nobody gets weights."""
+    """The run's, without which no worker gets weights."""
     layout: Layout
     adapter: AdapterFacts | None
 

@@ -83,11 +83,13 @@ def make_report(
 
 
 def _means_of_parts(samples: Iterable[TrainSample]) -> dict[str, float]:
+    """Return the mean of each part over the samples that have it, those that most have first."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.parts.items():
             found.setdefault(name, []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+    by_number = sorted(found.items(), key=lambda one: -len(one[1]))
+    return {name: math.fsum(values) / len(values) for name, values in by_number}
 
 
 def _tokens_by_age(step: int, groups: Sequence[TrainGroup]) -> dict[int, int]:

@@ -13,8 +13,8 @@ without drawn tokens contributes nothing, and neither does one that the environm
 opponent's: where a later call saw its answer, that is context. An episode without any call that counts is left out of
 its group: the policy did nothing in it.
 
-Tokens are compared as numbers. Whoever renders a conversation anew, and gets other tokens for the same text, gets
-another sequence, and never a token in a context that it was not drawn in.
+Tokens are compared as numbers. A harness that renders a conversation anew, and gets other tokens for the same text,
+begins another sequence, and never a token in a context that it was not drawn in.
 """
 
 from collections.abc import Callable, Sequence

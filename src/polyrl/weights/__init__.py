@@ -17,5 +17,5 @@
 | `interfaces` `pace` `mooncake` | local addresses inside given networks; a bandwidth limit; a transport for RDMA |
 
 Rules: no bytes are used before their digest has been checked; numbers in a manifest are checked before they are used; a
-delta is applied by one owner, in place, to bytes that nobody else reads.
+delta is applied by one owner, in place, to bytes that have no other reader.
 """

@@ -5,7 +5,7 @@ software fault at the speed of memory, but a forged chunk with the same digest t
 `blake3` cannot be forged, so bytes relayed by a worker on another machine are accepted only under `blake3`.
 
 A table whose numbers do not agree cannot be built, and therefore cannot be decoded. The manifest says which blob a
-table belongs to, and who vouches for it.
+table belongs to, and what vouches for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ _HASHES: dict[HashName, tuple[int, Callable[[View], bytes]]] = {"xxh3-128": (16,
 
 
 UNFORGEABLE: tuple[HashName, ...] = ("blake3",)
-"""Hashes for which nobody can make other bytes with the same digest."""
+"""Hashes that are safe against forged bytes with the same digest."""
 
 
 class ChunkTable(msgspec.Struct, frozen=True):

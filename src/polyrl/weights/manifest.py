@@ -7,7 +7,7 @@
 Rules kept here: a value has one encoding (JSON without spaces, fields in order), and decoding refuses any other bytes
 for it, so that a digest names a value. Every decoded value has been checked: names are sorted and unique, every start
 follows from the sizes before it, ranges lie inside their tensors, all numbers are bounded. Bytes between tensors are
-zero. Errors are one line (BadManifest). Left out: the bytes of the tensors themselves, and who vouches for a digest.
+zero. Errors are one line (BadManifest). Left out: the bytes of the tensors themselves, and what vouches for a digest.
 """
 
 import hashlib

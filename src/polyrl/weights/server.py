@@ -186,7 +186,7 @@ class WeightServer:
         self._kept.clear()
 
     def _free_buffer(self, num_bytes: int, held: range) -> Buffer:
-        """Return a buffer of this size that nobody reads, with memory for `held`: if need be that of the oldest
+        """Return a buffer of this size without readers, with memory for `held`: if need be that of the oldest
         version."""
         while len(self._kept) >= self._settings.num_full:
             oldest = self._kept.pop(0)

@@ -83,7 +83,7 @@ class Shelf:
         return blob.buffer
 
     def take_buffer(self, num_bytes: int) -> Buffer:
-        """Return a buffer that nobody reads, to build a version in."""
+        """Return a buffer without readers, to build a version in."""
         candidates: list[Buffer] = []
         for blob in (self._building, self._before):
             if blob is not None:

@@ -1,4 +1,4 @@
-"""The blobs that a process holds, which of their chunks are right, and who reads them.
+"""The blobs that a process holds, their verified chunks, and their readers.
 
 A blob is here as soon as its manifest is known. Chunks are marked when they are verified, and only marked chunks are
 read, so a relay passes on what it has while the rest still arrives. A reader holds a lease for one answer. The owner
@@ -163,7 +163,7 @@ class Store:
                 self._changed.notify_all()
 
     def give_up(self, name: str, grace_s: float) -> Blob | None:
-        """Remove a blob, and return when nobody reads it any more. Readers are cut after `grace_s`."""
+        """Remove a blob, and return when it has no reader any more. Readers are cut after `grace_s`."""
         with self._changed:
             blob = self._blobs.pop(name, None)
             if blob is None:

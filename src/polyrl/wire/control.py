@@ -85,7 +85,7 @@ class RewardJoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: Annotated[str, Meta(pattern=WORKER_NAME)]
     protocol: Annotated[int, Meta(ge=0)]
     secret: Annotated[str, Meta(pattern=r"^[0-9a-f]{32,64}$(?!\n)")]
-    """Made by the process, and told to nobody else: by it the same process is known after a restart of the manager."""
+    """Made by the process, and kept secret: by it the same process is known after a restart of the manager."""
     places: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Answers that it scores at once."""
     price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
@@ -185,6 +185,10 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """Drafted tokens that stood: each saved its sample a step."""
     tokens_running: int = 0
     """The number of tokens so far of the samples that it runs."""
+    newest_lease: int = -1
+    """Of the samples that it runs. It tells short answers that follow each other from a worker that stands still."""
+    local: bool = False
+    """Whether it is the trainer's own, which is not drained."""
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):

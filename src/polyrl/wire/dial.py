@@ -107,7 +107,7 @@ class Dialer:
             raise UserError(f"{self.url}: {other_protocol(found.info.protocol, PROTOCOL)}")
 
     async def post(self, path: str, body: msgspec.Struct | None, kind: type[StructT], session: str = "") -> StructT:
-        """`session`: what we were given before, if there is something to show for it."""
+        """Post a request. `session`: what we were given before, if there is something to show for it."""
         return await self._request("POST", path, body, kind, session)
 
     async def get(self, path: str, kind: type[StructT], session: str = "") -> StructT:
@@ -252,7 +252,8 @@ def is_loopback_host(host: str) -> bool:
 
 
 def pauses() -> Iterator[float]:
-    """Seconds between one try and the next: longer each time, up to a bound, and never in step with others."""
+    """Yield the seconds between one try and the next: longer each time, up to a bound, and never in step with
+    others."""
     pause = _FIRST_PAUSE_S
     while True:
         yield pause * random.uniform(0.5, 1.0)

@@ -84,7 +84,7 @@ class EndEpisode(Frame, frozen=True, tag="end", forbid_unknown_fields=True):
     parts: EpisodeParts = msgspec.field(default_factory=dict)
     why: PeerText = ""
     untrained: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_CALLS)], ...], Meta(max_length=MAX_CALLS)] = ()
-    """Calls that somebody else than the one who is paid made of the policy, such as its opponent."""
+    """Calls that another role than the trained one made of the policy, such as its opponent."""
 
     def __post_init__(self) -> None:
         make_plain(self, "why")

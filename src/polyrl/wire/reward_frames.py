@@ -25,7 +25,7 @@ MAX_RULES_BYTES = 4 << 20
 MAX_REWARD_WORKER_FRAME_BYTES = MAX_RESULT_BYTES + (64 << 10)
 MAX_DISPATCHER_FRAME_BYTES = MAX_JOB_BYTES + (64 << 10)
 MAX_PLACES = 256
-"""Jobs that a reward worker may have at once; whoever claims more has so many."""
+"""Jobs that a reward worker may have at once; a larger claim counts as this many."""
 MAX_RETURNED = 4096
 ERA_BITS = 31
 """The bits of an era, and of a job's number within it. A job's number begins with its era."""
@@ -62,7 +62,7 @@ class JobDone(Frame, frozen=True, tag="job_done", forbid_unknown_fields=True):
 
 
 class JobsReturned(Frame, frozen=True, tag="jobs_returned", forbid_unknown_fields=True):
-    """It leaves, and hands these back: nobody has scored them."""
+    """It leaves, and hands these back unscored."""
 
     jobs: Annotated[tuple[Natural, ...], Meta(max_length=MAX_RETURNED)]
 
@@ -85,7 +85,7 @@ FromRewardWorker = RewardHello | RewardReady | JobDone | JobsReturned | RewardRe
 
 
 class RewardRules(Frame, frozen=True, tag="reward_rules"):
-    """What the trainer's recipe says of rewards. Jobs of another era are nobody's."""
+    """What the trainer's recipe says of rewards. Jobs of another era are dropped."""
 
     era: Natural
     body: Annotated[bytes, Meta(max_length=MAX_RULES_BYTES)]
@@ -97,7 +97,7 @@ class GiveJob(Frame, frozen=True, tag="job"):
 
 
 class LeaveSoon(Frame, frozen=True, tag="leave_soon"):
-    """Somebody asks it to finish what it has, or hand it back, and leave."""
+    """Asks it to finish its jobs, or hand them back, and leave."""
 
     why: str
 

@@ -151,7 +151,7 @@ class WorkerAgent:
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
         self._installer.version = version  # an install may be told by its first token before it is told by its end
         if not min(logprobs, default=0.0) >= columns.MIN_LOGPROB or not math.isfinite(sum(logprobs)):
-            # By weights that diverged. Whoever sends it on is refused as a liar.
+            # By weights that diverged. A worker that sent it on would be refused as a liar.
             self._fail(lease, f"version {version} gives no numbers")
             return
         self._book.add(lease, tokens, logprobs, version)
@@ -579,7 +579,7 @@ def _write_session(path: Path, session: str) -> None:
 
 
 def until_next(interval_s: float, phase_s: float, now: float) -> float:
-    """Seconds until the clock is at a multiple of the interval, and the phase more."""
+    """Return the seconds until the clock is at a multiple of the interval, and the phase more."""
     return interval_s - (now - phase_s) % interval_s
 
 

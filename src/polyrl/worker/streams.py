@@ -153,7 +153,7 @@ class LeaseBook:
 
 
 def _unsent(stream: _Stream, most: int) -> list[tuple[int, int, int]]:
-    """(from, to, version) of what is to be sent, in tokens of the lease; no more than `most` of them."""
+    """Return (from, to, version) of what is to be sent, in tokens of the lease; no more than `most` of them."""
     last = stream.num_sent + most
     parts: list[tuple[int, int, int]] = []
     for number, (start, version) in enumerate(stream.runs):

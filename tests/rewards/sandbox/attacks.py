@@ -57,6 +57,27 @@ RESOURCES = {
         """,
         *ENDED,
     ),
+    "memory of processes with a name that looks like a count": attack(
+        """
+        import ctypes, os, time
+        ctypes.CDLL(None).prctl(15, b"RssAnon: 0", 0, 0, 0)
+        for _ in range(3):
+            os.fork()
+        held = bytearray(1 << 26)
+        for at in range(0, len(held), 4096): held[at] = 1
+        time.sleep(1)
+        print("ESCAPED")
+        """,
+        *ENDED,
+    ),
+    "a name that is no count": attack(
+        """
+        import ctypes, time
+        ctypes.CDLL(None).prctl(15, b"RssAnon: x", 0, 0, 0)
+        time.sleep(0.2)
+        """,
+        "failed",
+    ),
     "signals and timers of the user": attack(
         """
         import ctypes, resource
@@ -487,6 +508,7 @@ X86_CALLS = {
     "netlink": "41, 16, 3, 0", "packets": "41, 17, 3, 0", "crypto sockets": "41, 38, 5, 0",
     "quotactl": "179, 0, 0, 0, 0",
     "sethostname": "170, b'a', 1", "settimeofday": "164, buffer, 0", "iopl": "172, 3", "acct": "163, 0",
+    "landlock_create_ruleset": "444, 0, 0, 1", "sync": "162", "syncfs": "306, 1",
 }  # fmt: skip
 CALLS = {
     f"system call {name}": attack(f"{_CALLS}\nif not refused({words}): print('ESCAPED')")

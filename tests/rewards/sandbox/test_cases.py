@@ -8,7 +8,7 @@ import pytest
 from tests.rewards.sandbox.surroundings import LIMITS, honest, in_sandbox
 
 from polyrl.errors import UserError
-from polyrl.rewards.sandbox.program import CallCase, Case, InputCase, Program, PytestCase, Verdict
+from polyrl.rewards.sandbox.program import CallCase, Case, InputCase, Program, PytestCase, SandboxLimits, Verdict
 from polyrl.rewards.sandbox.sandbox import BlockingSandbox, Sandbox
 
 pytestmark = [pytest.mark.usefixtures("bubblewrap"), pytest.mark.timeout(300)]
@@ -217,6 +217,105 @@ def test_a_pytest_file_cannot_be_made_to_pass_from_inside(name: str):
     assert verdict.outcome in ("failed", "crashed"), verdict
 
 
+TESTS_OF_HABITS = """
+import pytest
+import solution
+
+def test_in_place():
+    rows, table, members = [2, 1], {"a": 1}, {3}
+    solution.sort(rows)
+    solution.add_key(table, members)
+    assert (rows, table, members) == ([1, 2], {"a": 1, "b": 2}, {3, 4})
+
+def test_printed(capsys):
+    solution.greet()
+    assert capsys.readouterr().out == "hello\\n"
+
+def test_errors():
+    with pytest.raises(UnicodeDecodeError):
+        solution.read(b"\\xff")
+    with pytest.raises(KeyError) as found:
+        solution.table("a")
+    assert found.value.args == ("a",) and str(found.value) == "'a'"
+    with pytest.raises(solution.Refused, match="no: 7") as found:
+        solution.refuse(7)
+    assert found.value.code == 7
+
+def test_named_tuples_and_numbers_of_its_own():
+    assert solution.Point(1, 2) == (1, 2) and solution.Point(1, 2).y == 2 and solution.Point(1, 2) != (1, 3)
+    assert (3 * solution.Money(2)).cents == 6 and sum([solution.Money(2), solution.Money(3)]).cents == 5
+    money = solution.Money(1)
+    del money.cents
+    assert not hasattr(money, "cents")
+
+def test_sets_of_sets():
+    assert solution.subsets() == {frozenset([1]), frozenset([2])}
+"""
+HABITS = """
+from collections import namedtuple
+Point = namedtuple("Point", "x y")
+class Refused(Exception):
+    def __init__(self, code):
+        self.code = code
+    def __str__(self): return f"no: {self.code}"
+class Money:
+    def __init__(self, cents): self.cents = cents
+    def __add__(self, other): return Money(self.cents + other.cents)
+    def __radd__(self, other): return self
+    def __rmul__(self, times): return Money(times * self.cents)
+def sort(rows): rows.sort()
+def add_key(table, members):
+    table["b"] = 2
+    members.add(4)
+def greet(): print("hello")
+def read(data): return data.decode()
+def table(key): return {}[key]
+def refuse(code): raise Refused(code)
+def subsets(): return {frozenset([1]), frozenset([2])}
+"""
+
+
+def test_tests_may_use_a_program_as_they_would_use_a_module():
+    verdict = verdict_of(HABITS, PytestCase(source=TESTS_OF_HABITS), cpu_s=1.0)
+    assert verdict.outcome == "passed", verdict
+
+
+TAKES_OVER = """
+import sys
+class Any: pass
+def take_over(evil):
+    frame = sys._getframe()
+    while "answering" not in frame.f_globals: frame = frame.f_back
+    ours = frame.f_globals["answering"]
+    evil.do, ours._do = ours._do, evil
+"""
+TESTS_OF_TOTAL = """
+import solution
+def test_total():
+    data = [40, 2]
+    assert solution.total(data) == sum(data)
+"""
+LIARS = {
+    "clears what it is compared with": "def total(data):\n    data.clear()\n    return 0",
+    "has every content": TAKES_OVER
+    + "def evil(held, request, args):\n    return list(range(100)) if request['op'] == 'contents' else "
+    "Any() if request['op'] == 'call' else evil.do(held, request, args)\ntake_over(evil)\ndef total(data): return 0",
+    "has itself as content": TAKES_OVER
+    + "it = Any()\nit.__class__.__module__ = 'solution'\ndef evil(held, request, args):\n"
+    "    if request['op'] in ('call', 'contents'): return it if request['op'] == 'call' else [it]\n"
+    "    return evil.do(held, request, args)\n"
+    "take_over(evil)\ndef total(data): return 0",
+    "raises what it is not": "import unittest\ndef total(data): raise unittest.SkipTest('x')",
+}
+
+
+@pytest.mark.parametrize("name", LIARS)
+def test_a_program_that_answers_otherwise_than_python_does_passes_no_tests(name: str):
+    verdict = verdict_of(LIARS[name], PytestCase(source=TESTS_OF_TOTAL), cpu_s=1.0)
+    assert verdict.outcome in ("failed", "crashed"), verdict
+    assert "could not be loaded" not in verdict.detail
+
+
 TESTS_THAT_IMPORT_ALL = """
 import math
 from solution import *
@@ -267,6 +366,19 @@ def test_other_languages_are_compiled_and_run_inside(language: str):
         assert broken.outcome == "crashed"
 
     in_sandbox(body, LIMITS, size=1)
+
+
+@pytest.mark.skipif(shutil.which("g++", path="/usr/bin:/bin") is None, reason="g++ is missing")
+def test_a_compiler_has_its_own_memory_whatever_that_of_programs_is():
+    """A control group of the program's size would end compilers of honest programs, and only on some machines."""
+    source = '#include <bits/stdc++.h>\nint main() { std::regex r("a*"); std::cout << 5; }'
+    right = Program(source=source, language="c++", cases=(InputCase(output="5"),))
+
+    async def body(sandbox: Sandbox) -> None:
+        verdict = await sandbox.run(right)
+        assert verdict.outcome == "passed", verdict
+
+    in_sandbox(body, SandboxLimits(memory_mb=32), size=1)
 
 
 @pytest.mark.parametrize(

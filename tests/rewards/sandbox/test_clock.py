@@ -37,6 +37,17 @@ def test_a_program_that_had_a_core_for_a_tenth_of_its_time_is_to_blame(runs: lis
     assert clock.is_starved is is_starved
 
 
+def test_the_time_of_a_run_that_broke_its_sandbox_excuses_nothing():
+    """Under load, a fork bomb kept its zygote from answering, and then seemed to have hardly run."""
+    now = 0.0
+    clock = ProgramClock(20.0, lambda: now)
+    now = 6.6
+    clock.leave_out(6.6)
+    now = 13.0
+    clock.count(ran(0.95, 6.4, 6.0))
+    assert not clock.is_starved and clock.left_s == 7.0
+
+
 def test_without_a_time_of_its_own_a_program_has_any():
     assert ProgramClock(None, lambda: 0.0).left_s == math.inf
 

@@ -12,6 +12,7 @@ from polyrl.rewards.sandbox.inside.counting import pids_of_session, queued_s
 _NUM_BYTES = 48 << 20
 _FILLS = f"""
 import ctypes, os, sys, threading, time
+ctypes.CDLL(None).prctl(15, b"RssAnon: 0", 0, 0, 0)
 def fill():
     held = bytearray({_NUM_BYTES})
     for at in range(0, len(held), 4096): held[at] = 1
@@ -33,7 +34,8 @@ print(usage_of_session(int(sys.argv[1])).memory_bytes)
 
 @pytest.fixture(params=["there", "ended"])
 def leader(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A process with a thread that holds memory, whose first thread is there or has ended."""
+    """A process with a thread that holds memory, whose first thread is there or has ended. Its name looks like a count
+    of memory: it comes first in what /proc says."""
     words = [sys.executable, "-S", "-c", _FILLS, str(request.param)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None and process.stdout.readline() == b"full\n"

@@ -27,7 +27,7 @@ async function checked(response) {
 
 export async function get(name, query = {}) {
   const url = new URL(name, ROOT);
-  for (const [key, value] of Object.entries(query)) if (value !== "" && value !== null && value !== undefined) url.searchParams.set(key, value);
+  for (const [key, values] of Object.entries(query)) for (const value of [values].flat()) if (value !== "" && value !== null && value !== undefined) url.searchParams.append(key, value);
   return (await checked(await fetch(url, { headers: headers() }))).json();
 }
 

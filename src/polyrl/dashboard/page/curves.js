@@ -39,7 +39,7 @@ export function open(place, state) {
     const of = [...runs.querySelectorAll("input:checked")].map((box) => Number(box.value));
     const shown = of.length ? of : [state.run];
     try {
-      const told = await Promise.all(shown.map((run) => get("series", { run, names: wanted.join(","), x: axis.value })));
+      const told = await Promise.all(shown.map((run) => series(run, wanted, axis.value)));
       const key = JSON.stringify([axis.value, shown, wanted]), isSame = key === drawnKey; // the same curves have grown: what was zoomed to stays
       if (!isSame) {
         for (const chart of drawn) chart.close();
@@ -62,7 +62,7 @@ export function open(place, state) {
 
   function newChart(name) {
     const about = names.find((one) => one.name === name), body = h("div");
-    charts.append(h("section", { class: "chart", "aria-label": plain(name) }, h("h2", {}, shownText(name), about.unit ? ` (${about.unit})` : ""), h("p", { class: "quiet" }, about.meaning), body));
+    charts.append(h("section", { class: "chart", "aria-label": plain(name) }, h("h2", {}, shownText(name), about.unit ? ` (${about.unit})` : ""), h("p", { class: "quiet" }, about.meaning.replaceAll("`", "")), body));
     return body;
   }
 
@@ -77,6 +77,13 @@ export function open(place, state) {
     },
     key(key) { if (key === "/") { filter.focus(); return true; } return false; },
   };
+}
+
+/** Ask for the values of metrics, a few at a time: their names may be long, and an address may not. */
+async function series(run, names, x) {
+  const told = [];
+  for (let first = 0; first === 0 || first < names.length; first += 8) told.push(await get("series", { run, name: names.slice(first, first + 8), x }));
+  return { x: told[0].x, columns: Object.fromEntries(told.flatMap((one) => Object.entries(one.columns))) };
 }
 
 /** Bring several runs onto one x. */

@@ -1,10 +1,11 @@
-// The difference of two texts, word by word.
+// The difference of two texts, word by word; in scripts without spaces, and of signs, character by character.
 
 const MOST = 4000;
+const WORD = /\s+|[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}\p{sc=Thai}]|[[\p{L}\p{M}\p{N}_]--[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}\p{sc=Thai}]]+|[^]/gv;
 
 /** Return [{kind: "same" | "left" | "right", text}]; of long texts, only the ends that differ are compared word by word. */
 export function diff(left, right) {
-  const a = left.match(/\s+|[^\s]+/g) ?? [], b = right.match(/\s+|[^\s]+/g) ?? [];
+  const a = left.match(WORD) ?? [], b = right.match(WORD) ?? [];
   let start = 0;
   while (start < a.length && start < b.length && a[start] === b[start]) start += 1;
   let end = 0;

@@ -52,10 +52,10 @@ export function open(place, state) {
     redraw(pages, ...(told.num > ROWS ? [h("span", { class: "quiet" }, `${number(first + 1)} to ${number(first + told.workers.length)} of ${number(told.num)}`)] : []),
       ...(first > 0 ? [button("workers before", Math.max(0, first - ROWS))] : []), ...(first + ROWS < told.num ? [button("workers after", first + ROWS)] : []));
     const caption = told.num === told.num_all ? `${number(told.num)} workers` : `${number(told.num)} of ${number(told.num_all)} workers`;
-    if (!told.is_there) { redraw(workers, h("p", { class: "quiet" }, state.now?.kind === "live" ? "Asking the manager …" : "This run has no manager any more; its journal tells of these workers."), ...(told.num_all ? [had(caption, told.workers)] : [])); hosts.replaceChildren(); return; }
+    if (!told.is_there) { redraw(workers, h("p", { class: "quiet" }, { live: "Asking the manager …", simulation: "The simulation had these workers." }[state.now?.kind] ?? "This run has no manager any more; its journal tells of these workers."), ...(told.num_all ? [had(caption, told.workers)] : [])); hosts.replaceChildren(); return; }
     redraw(workers, table(caption, ["worker", "state", "engine", "version#", "running#", "tokens/s#", "KV used#", "$/h#", "$#", "heard#", ""], told.workers.map((one) => [
       one.name + (one.spot ? " (spot)" : ""), doing(one), one.engine, one.version, `${one.running} of ${one.slots}`, number(one.tokens_per_s), `${Math.round(100 * one.kv_used)}%`,
-      one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), leave("worker", one.name),
+      one.price_usd_per_hour.toFixed(2), dollars(one.usd), seconds(one.last_heard_s), one.local ? "" : leave("worker", one.name),
     ])));
     redraw(hosts, ...[
       told.hosts.length ? table(`${told.hosts.length} hosts`, ["host", "state", "environment", "playing#", "$/h#", "$#", "heard#", ""], told.hosts.map((one) => [

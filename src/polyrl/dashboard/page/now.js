@@ -21,7 +21,7 @@ export function open(place, state) {
   async function drawCurve(run, steps) {
     if (steps === drawn || steps === 0) return;
     drawn = steps;
-    const told = await get("series", { run, names: "reward/mean,time/step_total", x: "step" });
+    const told = await get("series", { run, name: ["reward/mean", "time/step_total"], x: "step" });
     const name = told.columns["reward/mean"].some((value) => value !== null) ? "reward/mean" : "time/step_total";
     const label = name === "reward/mean" ? "Mean reward" : "Seconds a step", lines = [{ label, values: told.columns[name] }];
     if (chart && title.textContent === label) {
@@ -40,9 +40,9 @@ export function open(place, state) {
       const status = now.status;
       redraw(cards,
         card("step", now.last_step === null ? "–" : number(now.last_step), now.last_step === null ? "none is trained yet" : `${number(now.last_step + 1)}${now.steps_wanted ? ` of ${number(now.steps_wanted)}` : ""} trained`),
-        card("reward", number(now.headlines.reward), "mean of the last step"),
-        card("seconds a step", number(now.headlines.time), `${number(now.headlines["tok/s"])} tokens/s trained`),
-        card("answer length", number(now.headlines.len), `longest ${number(now.headlines.longest)}`),
+        card("reward", number(now.headlines.reward), now.headlines.reward === undefined ? "" : "mean of the last step"),
+        card("seconds a step", number(now.headlines.time), now.headlines["tok/s"] === undefined ? "" : `${number(now.headlines["tok/s"])} tokens/s trained`),
+        card("answer length", number(now.headlines.len), now.headlines.longest === undefined ? "" : `longest ${number(now.headlines.longest)}`),
         card("workers", status ? number(status.num_workers) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
         card("spent", dollars(now.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
       );
@@ -59,8 +59,8 @@ export function open(place, state) {
       redraw(time, ...timeOf(now.time));
       redraw(findings, ...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
       redraw(rounds, ...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
-      redraw(waits, status ? table("Waits", ["for", "of", "so far#", "given up in#"], status.waits.map((one) => [
-        one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
+      redraw(waits, status ? table("Waits", ["for", "of", "so far#", "ended by", "at the latest in#"], status.waits.map((one) => [
+        one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.ended_by, one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
       ])) : "", others(status?.more_waits ?? {}));
       drawCurve(run, now.steps);
     },
@@ -74,7 +74,7 @@ const problem = (kind, name, one, isNew) => h("div", { class: kind, role: isNew 
 /** Waits without a line: deadlines that always run, most of them. */
 function others(more) {
   const kinds = Object.entries(more), num = kinds.reduce((sum, [, count]) => sum + count, 0);
-  return num ? h("p", { class: "quiet" }, `and ${number(num)} more: ${kinds.map(([what, count]) => `${number(count)} ${what.replaceAll("_", " ")}`).join(", ")}`) : "";
+  return num ? h("p", { class: "quiet" }, `and ${number(num)} more: ${kinds.map(([what, count]) => `${number(count)} for ${what.replaceAll("_", " ")}`).join(", ")}`) : "";
 }
 
 /** Where the trainer's time of the newest steps went, as a bar and in words. */
@@ -86,7 +86,8 @@ function timeOf(parts) {
     piece.style.flexGrow = String(100 * one.share);
     return piece;
   }));
-  return [h("h2", {}, "Where the trainer's time goes"), bar, h("div", { class: "legend" }, some.map((one) => h("span", {}, h("i", { class: `u-${one.name.replace(" ", "-")}` }),
+  const total = parts.reduce((sum, one) => sum + one.seconds, 0);
+  return [h("h2", {}, "Where the trainer's time goes ", h("span", { class: "note" }, `of the last ${seconds(total)}`)), bar, h("div", { class: "legend" }, some.map((one) => h("span", {}, h("i", { class: `u-${one.name.replace(" ", "-")}` }),
     `${one.words} ${Math.round(100 * one.share)}% · ${seconds(one.seconds)}${one.usd >= 0.005 ? ` · ${dollars(one.usd)}` : ""}`)))];
 }
 
@@ -102,5 +103,5 @@ function round(one, deferred) {
     h("p", { class: "quiet" }, `samples: ${one.samples_waiting} waiting, ${one.samples_running} running, ${one.samples_generated} generated`,
       deferred ? `; ${number(deferred)} prompts are deferred to a long round` : "",
       one.episodes_playing || one.episodes_unhosted ? `; episodes: ${one.episodes_playing} with their environment, ${one.episodes_unhosted} without a host` : "",
-      one.longest_on ? `; the longest has ${number(one.longest_tokens)} tokens, on ${plain(one.longest_on)}` : ""));
+      one.longest_tokens ? `; the longest has ${number(one.longest_tokens)} tokens, on ${plain(one.longest_on)}` : ""));
 }

@@ -6,14 +6,16 @@ import { h, number, plain, redraw, shown } from "./dom.js";
 
 const PAGE = 200;
 const ORDERS = { group: "by group", best: "highest reward", worst: "lowest reward", longest: "longest", shortest: "shortest", task: "by task", outcome: "by outcome", worker: "by worker" };
-const ABOVE = { task: (row) => row.task || "no task", outcome: (row) => `${row.finish}, ${row.state}`, worker: (row) => row.workers.join(", ") }; // what stands above a part of the list
+const OUTCOMES = { stop: "ended", length: "cut off", trained: "trained", rejected: "left out", open: "not trained yet" };
+const words = (outcome) => OUTCOMES[outcome] ?? outcome;
+const ABOVE = { task: (row) => row.task || "no task", outcome: (row) => `${words(row.finish)}, ${words(row.state)}`, worker: (row) => row.workers.join(", ") }; // what stands above a part of the list
 const COLOURING = { logprob: "log-probability", version: "weight version", worker: "worker", none: "no colour" };
 
 export function open(place, state) {
   const fields = {
     step: h("input", { type: "number", min: "0", "aria-label": "Step", placeholder: "newest" }),
     task: h("select", { "aria-label": "Task" }),
-    outcome: select({ "": "all", stop: "ended", length: "cut off", trained: "trained", rejected: "left out", open: "not trained yet" }, "Outcome"),
+    outcome: select({ "": "all", ...OUTCOMES }, "Outcome"),
     worker: h("select", { "aria-label": "Worker" }),
     low: h("input", { type: "number", step: "any", "aria-label": "Lowest reward" }),
     high: h("input", { type: "number", step: "any", "aria-label": "Highest reward" }),
@@ -26,7 +28,7 @@ export function open(place, state) {
   const earlier = h("button", { type: "button", onclick: () => move(-1) }, "‹ earlier step");
   const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
   const newest = h("button", { type: "button", onclick: () => { fields.step.value = ""; chosen = null; load(true); } }, "newest step »");
-  const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), earlier, later, newest);
+  const filters = h("form", { class: "filters" }, Object.entries(fields).map(([name, field]) => h("label", {}, titles[name], field)), h("span", { class: "steps" }, earlier, later, newest));
   const summary = h("p", { class: "quiet", role: "status" }, "Reading the answers …");
   const list = h("div", { class: "list", role: "group", "aria-label": "Answers" });
   const detail = h("div", { class: "detail" });
@@ -83,7 +85,8 @@ export function open(place, state) {
         group = of;
         const asked = row.prompt_number === null ? "" : ` · prompt ${row.prompt_number}${row.task ? ` of ${row.task}` : ""}`;
         nodes.push(h("div", { class: "group" }, `group ${of}`, shown(asked), " ",
-          row.prompt_number === null ? null : h("a", { href: "#", onclick: (event) => { event.preventDefault(); across(row); } }, "all steps")));
+          row.prompt_number === null ? null : h("a", { href: "#", onclick: (event) => { event.preventDefault(); across(row); } }, "all steps"),
+          h("span", { class: "snip" }, shown(row.prompt_end.replaceAll("\n", "⏎")))));
       }
       nodes.push(rowButton(row));
     }
@@ -93,7 +96,7 @@ export function open(place, state) {
 
   const rowButton = (row) => h("button", { class: "row", type: "button", "aria-current": String(row.name === chosen), "data-name": row.name, onclick: () => choose(row) },
     h("span", { class: "head" }, h("b", { class: paid(row.reward) }, row.reward === null ? "not scored" : number(row.reward)),
-      h("span", { class: "quiet" }, `${number(row.tokens)} tok · ${row.finish}${row.state === "trained" ? "" : ` · ${row.state}`}`)),
+      h("span", { class: "quiet" }, `${number(row.tokens)} tok · ${words(row.finish)}${row.state === "trained" ? "" : ` · ${words(row.state)}`}`)),
     h("span", { class: "snip" }, shown(row.answer_begin.replaceAll("\n", "⏎").slice(0, 140))));
 
   async function choose(row) {
@@ -120,19 +123,28 @@ export function open(place, state) {
     const story = sample.story ? h("button", { type: "button", onclick: () => tell(sample.story) }, "why it took so long") : null;
     const prompt = sample.prompt_number === null ? null : h("button", { type: "button", onclick: () => across(sample) }, "this prompt in all steps");
     const parts = Object.entries(sample.parts).map(([name, value]) => h("span", { class: "part" }, shown(name.length > 80 ? `${name.slice(0, 80)}…` : name), " ", number(value)));
-    const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : null;
+    const legend = colouring === "version" || colouring === "worker" ? writers(sample, colouring) : colouring === "logprob" ? HEAT() : null;
     const origin = h("div", { class: "origin" });
-    if (sample.prompt_number !== null) get("row", { run: state.run, domain: sample.domain, prompt: sample.prompt_number }).then((row) => origin.replaceChildren(...rowOf(row)), () => {});
+    if (sample.prompt_number !== null) fillOrigin(origin, sample);
     detail.replaceChildren(
       h("div", { class: "top" },
         h("b", { class: `reward ${paid(sample.reward)}` }, sample.reward === null ? "not scored" : `reward ${number(sample.reward, 4)}`), parts,
-        h("div", { class: "quiet" }, `step ${sample.step} · ${sample.name} · ${sample.state} · ${number(sample.tokens)} tokens · ${sample.finish} · version ${sample.versions.join(", ")} · `, shown(sample.workers.join(", "))),
+        h("div", { class: "quiet" }, `step ${sample.step} · ${sample.name} · ${words(sample.state)} · ${number(sample.tokens)} tokens · ${words(sample.finish)} · version ${sample.versions.join(", ")} · `, shown(sample.workers.join(", "))),
         h("div", { class: "tools" }, h("label", {}, "colour ", colour), legend, mark, against, story, prompt)),
       origin,
       h("div", { class: "body" }, sample.sequences.map((spans, place) => [
         sample.sequences.length > 1 ? h("h2", {}, `training sequence ${place + 1} of ${sample.sequences.length}`) : null,
         spans.map((span) => drawSpan(span, sample, colouring, spans.length)),
       ])));
+  }
+
+  /** The row is asked for until the data is read, which the server waits for; or until something else is looked at. */
+  async function fillOrigin(origin, sample) {
+    let row;
+    do {
+      row = await get("row", { run: state.run, domain: sample.domain, prompt: sample.prompt_number }).catch(() => null);
+      if (row) origin.replaceChildren(...rowOf(row));
+    } while (row?.is_coming && origin.isConnected);
   }
 
   function compare(left, right) {
@@ -216,7 +228,8 @@ function drawSpan(span, sample, colouring, numSpans) {
   return h("div", { class: "span drawn", "data-who": who }, tokens, rest);
 }
 
-const heat = (logprob) => (logprob === undefined || logprob > -0.5 ? "" : `l${Math.min(5, 1 + Math.floor(-logprob / 1.5))}`);
+const heat = (logprob) => (logprob === undefined || logprob === null || logprob > -0.5 ? "" : `l${Math.min(5, 1 + Math.floor(-logprob / 1.5))}`);
+const HEAT = () => h("span", { class: "legend" }, "probability below ", ["61%", "22%", "5%", "1%", "0.2%"].map((most, place) => h("span", { class: `l${place + 1}` }, most))); // as heat() has it
 const groupOf = (writer, colouring) => (colouring === "version" ? `version ${writer.version}` : writer.worker || writer.engine);
 const writerGroups = (sample, colouring) => [...new Set(sample.writers.map((writer) => groupOf(writer, colouring)))];
 const writers = (sample, colouring) => h("span", { class: "legend" }, writerGroups(sample, colouring).map((name, place) => h("span", { class: `k${place % 8}` }, shown(name))));

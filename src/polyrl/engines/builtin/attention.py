@@ -233,7 +233,7 @@ def attend_parts(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """From scaled queries to what they found, (rows, heads, dim) each."""
+    """Attend with scaled queries, part by part; (rows, heads, dim) each."""
     found = queries.new_empty(queries.shape)
     end = 0
     for part in step.parts:
@@ -281,7 +281,7 @@ def _hide_whatever(scores: Tensor, mask: Tensor) -> None:
 
 
 def _mask(part: Rows, window: int | None, group: int, query: Tensor) -> Tensor:
-    """(contexts, rows of a query or 1, padded): minus infinity where a row does not look."""
+    """Return the mask, (contexts, rows of a query or 1, padded): minus infinity where a row does not look."""
     mask = part.masks.get(window)
     if mask is None:
         positions = torch.arange(part.padded)

@@ -146,7 +146,7 @@ class Batching:
         return leases
 
     def append(self, member: Member, tokens: Iterable[int]) -> None:
-        """Tokens were drawn: the last of them is computed in a later step."""
+        """Add drawn tokens: the last of them is computed in a later step."""
         member.tokens += tokens
 
     def reserve(self, num_tokens: int) -> bool:

@@ -29,7 +29,7 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     threads: Annotated[int, Meta(ge=1, le=256)] = 1
     """CPU threads. Two on a busy machine have been seen to be 20 times slower than one."""
     batch_invariant: bool = False
-    """On a GPU: a sample's tokens do not depend on who else runs; slower. On the CPU it is always so."""
+    """On a GPU: a sample's tokens do not depend on the other samples of the batch; slower. On the CPU they never do."""
     compile: bool = True
     """On a GPU: compile the layers, which takes a while at the start. Off: slower, ready at once."""
     after_install: Literal["keep", "recompute"] = "recompute"
@@ -76,7 +76,7 @@ def fit(config: BuiltinConfig, device: str) -> Fit:
 
 
 def choose_device(wanted: str) -> str:
-    """`auto` is a GPU where there is one."""
+    """Choose the device: `auto` is a GPU where there is one."""
     if wanted != "auto":
         return wanted
     import torch

@@ -161,7 +161,8 @@ class Decoder:
 
 
 def window_of(attention: Any) -> int | None:
-    """Mistral's modules look it up as they run, Qwen's know it, and Llama's have none, whatever is configured."""
+    """Return a layer's sliding window. Mistral's modules look it up as they run, Qwen's know it, and Llama's have none,
+    whatever is configured."""
     if type(attention).__name__ == "MistralAttention":
         return attention.config.sliding_window
     return getattr(attention, "sliding_window", None)

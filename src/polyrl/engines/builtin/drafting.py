@@ -7,8 +7,8 @@ what followed the longest match in any of the texts; where several match equally
 Rules kept here:
 - A draft is only a hint. It never decides a token (steps.py), so texts of older versions and of other samples will do.
 - Texts with one prompt share a *pool*. The prompt of a later turn begins with that of the first, and finds its pool.
-- Memory is bounded: `MAX_TOKENS` in all texts, `MAX_INDEXED` of them indexed, `MAX_TEXTS` a pool. The pool that was
-  longest unused goes first. Only pools with running samples have indexes, built a part at a time (`BUILD_TOKENS`).
+- Memory is bounded: `MAX_SIZE` for all pools and texts, `MAX_INDEXED` tokens indexed, `MAX_TEXTS` a pool. The pool that
+  was longest unused goes first. Only pools with running samples have indexes, built a part at a time (`BUILD_TOKENS`).
 
 Pure: no clock, no I/O. Left out: whether a draft is worth its verification (gate.py).
 """
@@ -26,7 +26,12 @@ from polyrl.ids import LeaseId
 GRAM = 3
 MAX_MATCH = 16
 """Matches are compared up to this length."""
-MAX_TOKENS = 1 << 22
+MAX_SIZE = 1 << 22
+"""In tokens of four bytes: 16 MiB."""
+TEXT_SIZE = 72
+"""What a text takes beside its tokens, in tokens of four bytes. Short answers are mostly this."""
+POOL_SIZE = 128
+"""What a pool takes beside its texts."""
 MAX_INDEXED = 1 << 19
 """About 50 MB."""
 MAX_TEXTS = 32
@@ -58,6 +63,10 @@ class Text:
         self._after: dict[int, int] = {}
         """By gram, the place of the token after its last occurrence."""
         self._next = GRAM
+
+    @property
+    def size(self) -> int:
+        return TEXT_SIZE + len(self.tokens)
 
     @property
     def num_indexed(self) -> int:
@@ -114,6 +123,10 @@ class _Pool:
         self.num_ended = 0
 
     @property
+    def size(self) -> int:
+        return POOL_SIZE + sum(text.size for text in self.all_texts)
+
+    @property
     def all_texts(self) -> list[Text]:
         return [self.prompt, *self.running.values(), *self.earlier.values()]
 
@@ -127,8 +140,8 @@ class _Pool:
 class Drafts:
     """The pools of an engine."""
 
-    def __init__(self, max_tokens: int = MAX_TOKENS, max_indexed: int = MAX_INDEXED) -> None:
-        self._max_tokens, self._max_indexed = max_tokens, max_indexed
+    def __init__(self, max_size: int = MAX_SIZE, max_indexed: int = MAX_INDEXED) -> None:
+        self._max_size, self._max_indexed = max_size, max_indexed
         self._pools: OrderedDict[bytes, _Pool] = OrderedDict()
         """By prompt, the longest unused first."""
         self._lengths: Counter[int] = Counter()
@@ -138,7 +151,7 @@ class Drafts:
         self._pool_of: dict[LeaseId, _Pool] = {}
         self._sources: dict[LeaseId, list[Text]] = {}
         """The texts beside its own that a running sample is drafted from."""
-        self.num_tokens = 0
+        self.size = 0
         self.num_indexed = 0
 
     def follow(self, samples: Iterable[tuple[LeaseId, Sequence[int], Sequence[int]]]) -> None:
@@ -164,7 +177,7 @@ class Drafts:
         """Add tokens to a running sample that is followed."""
         own = self._pool_of[lease].running[lease]
         own.tokens.extend(tokens)
-        self.num_tokens += len(tokens)
+        self.size += len(tokens)
         self._index(own, len(tokens))
 
     def remember(self, lease: LeaseId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
@@ -209,12 +222,12 @@ class Drafts:
         own = pool.running[lease]
         new = tokens[own.num_before + len(own.tokens) :]
         own.tokens.extend(new)
-        self.num_tokens += len(new)
+        self.size += len(new)
 
     def _new_text(self, pool: _Pool, tokens: Sequence[int]) -> Text:
         num_before = max(0, len(pool.prompt.tokens) - GRAM)
         text = Text(tokens[num_before:], num_before)
-        self.num_tokens += len(text.tokens)
+        self.size += text.size
         return text
 
     def _find_or_open(self, prompt: Sequence[int]) -> _Pool:
@@ -234,9 +247,9 @@ class Drafts:
         if found is None:
             hashed.update(raw[4 * done :])
             found = hashed.digest()
-            self._pools[found] = _Pool(prompt)
+            self._pools[found] = pool = _Pool(prompt)
             self._lengths[len(prompt)] += 1
-            self.num_tokens += len(prompt)
+            self.size += pool.size
         self._pools.move_to_end(found)
         self._last = list(prompt), found
         return self._pools[found]
@@ -270,30 +283,34 @@ class Drafts:
 
     def _forget(self, text: Text) -> None:
         self._forget_index(text)
-        self.num_tokens -= len(text.tokens)
+        self.size -= text.size
 
     def _make_room(self) -> None:
         """Drop earlier answers of the pools that were longest unused, and pools that nothing runs in."""
-        if self.num_tokens <= self._max_tokens:
-            return
-        for key in list(self._pools):
-            if self.num_tokens <= self._max_tokens:
+        for _ in range(len(self._pools)):
+            if self.size <= self._max_size:
                 return
-            pool = self._pools[key]
-            while pool.earlier and self.num_tokens > self._max_tokens:
+            key, pool = next(iter(self._pools.items()))
+            while pool.earlier and self.size > self._max_size:
                 self._forget(pool.earlier.popitem(last=False)[1])
-            if not pool.running and not pool.earlier:
-                self._forget(pool.prompt)
-                del self._pools[key]
-                length = len(pool.prompt.tokens)
-                self._lengths[length] -= 1
-                if not self._lengths[length]:
-                    del self._lengths[length]
+            if pool.running:
+                self._pools.move_to_end(key)
+            elif not pool.earlier:
+                self._drop(key, pool)
+
+    def _drop(self, key: bytes, pool: _Pool) -> None:
+        self._forget(pool.prompt)
+        self.size -= POOL_SIZE
+        del self._pools[key]
+        length = len(pool.prompt.tokens)
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
 
     def check(self) -> None:
         """Derive every count again. Raises AssertionError; for tests."""
         texts = [text for pool in self._pools.values() for text in pool.all_texts]
-        assert self.num_tokens == sum(len(one.tokens) for one in texts)
+        assert self.size == sum(pool.size for pool in self._pools.values())
         assert self.num_indexed == sum(one.num_indexed for one in texts) <= self._max_indexed
         assert self._lengths == Counter(len(pool.prompt.tokens) for pool in self._pools.values())
         assert {lease for pool in self._pools.values() for lease in pool.running} == self._pool_of.keys()

@@ -88,7 +88,7 @@ class Gate:
             self._first_s[num_samples] = step_s
 
     def saw(self, draft: Draft, num_right: int) -> None:
-        """A draft was compared with what was drawn; it may be none at all."""
+        """Learn from a draft, empty or not, that was compared with the drawn tokens."""
         self._num_seen += 1
         self._accepted += (num_right - self._accepted) / min(self._num_seen, _FEW)
         if not draft.tokens:
@@ -102,7 +102,7 @@ class Gate:
             self._hits[kind], self._tries[kind] = [one / 2 for one in hits], [one / 2 for one in tries]
 
     def verified(self, num_samples: int, rows: int, num_tokens: int, seconds: float) -> None:
-        """A round brought `num_tokens` tokens in all."""
+        """Learn from a round of verification that brought `num_tokens` tokens in all."""
         self.elapsed_s += seconds
         shape = (num_samples, rows)
         self._round_s[shape] = _blend(self._round_s.get(shape), seconds)

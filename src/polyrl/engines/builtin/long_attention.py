@@ -2,14 +2,18 @@
 
 One operation for all samples of a pack, opaque to the compiler: their number and lengths are read from a tensor in the
 host's memory, so that layers are compiled once for any of them. On the CPU, torch's own flash attention does the same
-work, for the tests.
+work, for the tests. Under gradient checkpointing, the results are kept: of a long sample, attention is most of what a
+layer would compute again, and its result is as large as the layer's input.
 
 Left out: short samples, of which varlen flash attention takes many at once (packed.py); sliding windows.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +26,32 @@ _forward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 _forward_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _Kept(NamedTuple):
+    """The results of one run of a layer, in the order of its calls, for the layer's second run."""
+
+    results: deque[tuple[Tensor, Tensor]]
+    is_second: bool
+
+
+_kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
+
+
+def keep_results() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a layer's two runs under gradient checkpointing (`context_fn`): the first keeps what
+    attention gives, and the second takes it instead of computing it again."""
+    results: deque[tuple[Tensor, Tensor]] = deque()
+    return _keeping(_Kept(results, is_second=False)), _keeping(_Kept(results, is_second=True))
+
+
+@contextmanager
+def _keeping(kept: _Kept) -> Iterator[None]:
+    token = _kept.set(kept)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def can_attend(dtype: torch.dtype, head_dim: int) -> bool:
@@ -38,6 +68,9 @@ def attend_long(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scal
 
     Return the result and each row's log-sum-exp. `borders` is in the host's memory: where samples begin and end.
     """
+    kept = _kept.get()
+    if kept is not None and kept.is_second:
+        return kept.results.popleft()
     outs: list[Tensor] = []
     sums: list[Tensor] = []
     for its_query, its_key, its_value in _samples(borders, query, key, value):
@@ -47,7 +80,10 @@ def attend_long(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scal
             out, total = _forward_on_cpu(its_query, its_key, its_value, 0.0, True, scale=scale)
         outs.append(out[0].transpose(0, 1))
         sums.append(total.view(total.shape[1], -1))
-    return torch.cat(outs).contiguous(), torch.cat(sums, 1)
+    result = torch.cat(outs).contiguous(), torch.cat(sums, 1)
+    if kept is not None:
+        kept.results.append((result[0].detach(), result[1].detach()))  # without the graph that autograd puts on them
+    return result
 
 
 @attend_long.register_fake

@@ -45,8 +45,8 @@ _AT_LEAST_1 = (
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of positions whose angles depend on the position alone."""
 _ROPE_TYPES = (*FIXED_ROTATIONS, "dynamic")
-"""Within the model's context these turn a position by one angle, whoever else is in the step. longrope does not: its
-angles follow from the longest sample."""
+"""Within the model's context these turn a position by one angle, whatever other samples are in the step. longrope does
+not: its angles follow from the longest sample."""
 
 _INDEX = "model.safetensors.index.json"
 _COMPUTED_BY = (
@@ -65,14 +65,15 @@ _COMPUTED_BY = (
     "norm_topk_prob",
 )
 """Keys of a config that say what a model computes, beside its weights, their names and their shapes. There are many
-others, and whoever saves a model adds some."""
+others, and each library that saves a model adds some."""
 _ROPE_ALIASES = ("type", "partial_rotary_factor")
 """Older files' name of rope_type; and a factor that is 1, since others are refused."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def load_config(folder: str, *, any_family: bool = False) -> Any:
-    """`any_family`: for a trainer, which runs more than the engine does. Raises EngineError."""
+    """Load a model's configuration. `any_family`: for a trainer, which runs more than the engine does. Raises
+    EngineError."""
     _check_config(folder, read_object(folder, "config.json"), any_family=any_family)
     _check_generation_config(folder)
     with quiet():
@@ -89,7 +90,9 @@ def _check_config(folder: str, config: dict[str, Any], *, any_family: bool) -> N
     """Say in our own words what is wrong, where it can be seen before transformers looks."""
     names = config.get("architectures")
     name: Any = names[0] if isinstance(names, list) and names else "a model without a named architecture"
-    if not isinstance(name, str) or (name not in ARCHITECTURES and not any_family):
+    if not (isinstance(names, list) and names and isinstance(name, str)) or (
+        name not in ARCHITECTURES and not any_family
+    ):
         known = ", ".join(sorted(one.removesuffix("ForCausalLM") for one in ARCHITECTURES))
         raise EngineError(f"{folder}: {name} is not supported; supported are {known}")
     if config.get("quantization_config") is not None:

@@ -69,7 +69,8 @@ class Loaded(NamedTuple):
 
 
 def load(folder: str, dtype: str, device: str) -> Loaded:
-    """`device` may be `auto`: a GPU where there is one. Raises EngineError, in a line that names the directory."""
+    """Load a model. `device` may be `auto`: a GPU where there is one. Raises EngineError, in a line that names the
+    directory."""
     attention.register()
     return describe(load_weights(folder, load_config(folder), dtype, device, attention.NAME), folder)
 

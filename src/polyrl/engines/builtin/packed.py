@@ -66,7 +66,7 @@ class Across(NamedTuple):
 
 
 def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool, long: bool = False) -> SampleLayout:
-    """`lengths` of the samples in the order of their rows; `long`: cuDNN can take long ones."""
+    """Lay samples out. `lengths` are in the order of their rows; `long`: cuDNN can take long ones."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     if flash:
         borders = np.concatenate([[0], ends]).astype(np.int32)
@@ -77,7 +77,7 @@ def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool, long: 
 
 
 def lay_out_buckets(lengths: Sequence[int], device: torch.device, groups: Sequence[Sequence[int]]) -> Buckets:
-    """`groups` are the numbers of the samples in each bucket."""
+    """Lay buckets out. `groups` are the numbers of the samples in each bucket."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     sizes: list[Bucket] = []
     there: list[np.ndarray[Any, np.dtype[np.int64]]] = []
@@ -146,7 +146,7 @@ def attend(
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """(num, heads, longest, dim) each, with fewer heads in key and value."""
+    """Attend causally; (num, heads, longest, dim) each, with fewer heads in key and value."""
     groups, longest = query.shape[1] // key.shape[1], query.shape[2]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -150,7 +150,8 @@ class Runner:
         interrupted: Event | None = None,
         look: OnDrawn | None = None,
     ) -> list[Drawn]:
-        """`num_steps` tokens of each sample, or as many as there is time for. All chunks decode, and have blocks."""
+        """Decode `num_steps` tokens of each sample, or as many as there is time for. All chunks decode, and have
+        blocks."""
         until = time.perf_counter() + _BURST_S
         decoding = self._lay_out_decoding(chunks, num_steps)
         draws = self._plan([wanted[number] for number in decoding.chunk_of_row], num_steps)
@@ -282,7 +283,7 @@ class Runner:
         return _Decoding(tokens[chunk_of_row], positions, cells, parts, chunk_of_row, np.argsort(chunk_of_row))
 
     def _table(self, blocks: Sequence[Sequence[int]], width: int) -> Numbers:
-        """(rows, blocks): at least so wide."""
+        """Return the table of blocks, (rows, blocks), at least so wide."""
         table = np.full((len(blocks), max([width, *map(len, blocks)])), self._scratch, np.int64)
         for row, one in enumerate(blocks):
             table[row, : len(one)] = one

@@ -71,7 +71,7 @@ def plan_draws(
 
 
 def draw(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probabilities: (rows,) each."""
+    """Draw tokens, and return them with their log-probabilities: (rows,) each."""
     if draws.is_plain:
         weights = torch.softmax(logits.float(), -1)
         tokens = _cut(weights, draws)
@@ -103,14 +103,14 @@ def _cut(weights: Tensor, draws: Draws) -> Tensor:
 
 
 def _stretches(rows: Tensor) -> Tensor:
-    """(rows, stretches, _STRETCH)."""
+    """Reshape to (rows, stretches, _STRETCH)."""
     missing = -rows.shape[1] % _STRETCH
     return (pad(rows, (0, missing)) if missing else rows).unflatten(1, (-1, _STRETCH))
 
 
 def _running_sums(rows: Tensor) -> Tensor:
-    """In float64, stretch by stretch: the running sum of one long row is added up in another order each time on a GPU
-    (pytorch/pytorch#75240), which can turn a token.
+    """Add up in float64, stretch by stretch: the running sum of one long row is added up in another order each time on
+    a GPU (pytorch/pytorch#75240), which can turn a token.
     """
     within = _stretches(rows).cumsum(-1, dtype=torch.float64)
     before = pad(within[:, :-1, -1].cumsum(-1), (1, 0))
@@ -118,7 +118,8 @@ def _running_sums(rows: Tensor) -> Tensor:
 
 
 def _search(ends: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, 1) each: the first of a row's running sums beyond the cut, and the cut, which rounding may have moved.
+    """Return, (rows, 1) each, the first of a row's running sums beyond the cut, and the cut, which rounding may have
+    moved.
 
     For sums that are NaN it is the last: the token's log-probability will be NaN too, which shows the fault.
     """

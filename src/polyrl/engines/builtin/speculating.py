@@ -78,7 +78,7 @@ class Speculation:
     # Between steps
 
     def ended(self, member: Any) -> None:
-        """A sample ended by itself, and may be a hint for others."""
+        """Keep a sample that ended by itself: it may hint at others."""
         self._drafts.remember(member.lease, member.data.job.prompt, member.tokens)
 
     def should_begin(self, chunks: Sequence[Chunk]) -> bool:
@@ -122,7 +122,7 @@ class Speculation:
         return run
 
     def decoded(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn], seconds: float) -> None:
-        """A burst of steps without drafts was run."""
+        """Count a burst of steps without drafts."""
         if not drawn or len(chunks) > MAX_SAMPLES:
             return
         self._gate.decoded(len(chunks), len(drawn), seconds)

@@ -101,7 +101,7 @@ def _normal(*key: int) -> float:
 
 
 def draw(keys: list[int], starts: list[int], counts: list[int], vocab: int) -> tuple[Any, Any]:
-    """Tokens and log-probabilities of many samples in a row: `counts` of each, from position `starts` on."""
+    """Draw tokens and log-probabilities of many samples in a row: `counts` of each, from position `starts` on."""
     num = np.asarray(counts)
     offsets = np.asarray(starts) - np.cumsum(num) + num
     positions = (np.arange(num.sum()) + np.repeat(offsets, num)).astype(np.uint64)

@@ -89,7 +89,7 @@ class ServedEngine:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the server was started by somebody else, and goes on afterwards."""
+        """Whether the server was started outside this worker, and goes on afterwards."""
         return not self._keeper.is_ours
 
     @property
@@ -197,7 +197,7 @@ class ServedEngine:
         )
 
     def _went_down(self) -> None:
-        """The server ended, and its weights with it. A stream that is left to itself may wait for ever."""
+        """Take in that the server ended, and its weights with it. A stream that is left to itself may wait for ever."""
         self._version = self._base
         for answer in self._answers.values():
             if answer.server is not None and answer.task is not None:
@@ -260,7 +260,7 @@ class ServedEngine:
             return AnswerEnd("engine_failed", str(error) if alive else self._keeper.down)
 
     def _quiet_s(self) -> float:
-        """For how long the server has written nothing, although there was something to write."""
+        """Return for how long the server has written nothing, although there was something to write."""
         return 0.0 if not self._answers or self._stands_still else time.monotonic() - self._heard_at
 
     async def _hear_often(self) -> None:

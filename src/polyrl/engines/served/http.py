@@ -112,7 +112,7 @@ class Http:
     async def events(
         self, path: str, body: Mapping[str, Any], decode: Callable[[bytes], Sequence[Part]]
     ) -> AsyncIterator["EventStream[Part]"]:
-        """A stream of events, for as long as the context lasts. Raises ServerUnreachable or ServerAnswered."""
+        """Open a stream of events, for as long as the context lasts. Raises ServerUnreachable or ServerAnswered."""
         timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
         headers = {"Content-Type": "application/json"}
         try:
@@ -136,7 +136,7 @@ class EventStream(Generic[Part]):
         self._rest = b""
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """`call` when the last of it is here. A stream that breaks is found out by reading it."""
+        """Have `call` called when the last of it is here. Reading finds out that a stream broke."""
         self._content.on_eof(call)
 
     def read(self) -> list[Part]:

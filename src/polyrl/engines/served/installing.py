@@ -413,7 +413,7 @@ def _why(error: BaseException | None) -> str:
 
 
 async def labelled(request: Awaitable[object]) -> None:
-    """Have the server say which version it runs. New weights under the old label are not what anybody expects."""
+    """Have the server say which version it runs. New weights under the old label would mislead its readers."""
     try:
         await request
     except EngineError as error:

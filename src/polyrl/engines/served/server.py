@@ -241,7 +241,7 @@ class JobRefused(EngineError):
 async def stream(
     http: Http, path: str, body: Mapping[str, Any], decode: Callable[[bytes], Sequence[AnswerPart]]
 ) -> AsyncIterator[EventStream[AnswerPart]]:
-    """Both kinds of server refuse a job with this status."""
+    """Stream a job's tokens. Both kinds of server refuse a job with status 400."""
     try:
         async with http.events(path, body, decode) as events:
             yield events

@@ -118,7 +118,7 @@ class SglangServer:
         return str(path)
 
     async def is_ready(self) -> bool:
-        """While it is paused it calls itself unready, and is well all the same."""
+        """Return whether it answers. While it is paused it reports itself unready, although it is healthy."""
         for path in ("/ready", "/health"):
             try:
                 await self.http.get(path, timeout_s=_REQUEST_S, text=True)
@@ -165,7 +165,8 @@ class SglangServer:
 
 
 def _sampling(asked: ServerRequest) -> dict[str, Any]:
-    """`ignore_eos` has it ignore stop ids too; they are then looked for on our side."""
+    """Translate the sampling settings. `ignore_eos` has the server ignore stop ids too; they are then looked for on our
+    side."""
     sampling = asked.sampling
     return {
         "max_new_tokens": asked.max_new,

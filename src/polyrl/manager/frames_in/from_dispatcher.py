@@ -1,7 +1,7 @@
 """Frames of the trainer's dispatcher: jobs are passed on to the reward workers that they are for.
 
-Rules kept here: no job is kept. A job for a worker that is not there is dropped, since the trainer hears who is there,
-and says it again. The newest connection of the trainer is the one that counts.
+Rules kept here: no job is kept. A job for a worker that is not there is dropped, since the trainer is told which
+workers are there, and sends it again. Only the newest connection of the trainer counts.
 """
 
 import logging
@@ -71,6 +71,7 @@ def _refuse(lobby: Lobby, link: Link, kind: str, why: str) -> None:
 
 
 def gone(lobby: Lobby, session: DispatcherSession) -> None:
-    """The dispatcher's connection is over: results are dropped until the trainer dials again, and asks for them."""
+    """Note that the dispatcher's connection is over: results are dropped until the trainer dials again, and asks for
+    them."""
     if lobby.reward_relay.dispatcher is session:
         lobby.reward_relay.dispatcher = None

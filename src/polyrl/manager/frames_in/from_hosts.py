@@ -2,8 +2,8 @@
 
 Rules kept here: a host that connects, for the first time or again, says what it plays, and is sent what it lacks; then
 it says its open calls again. A call that is on file whole, with the same prompt, is answered at once; one that is on
-file in part goes on; where a prompt differs, that call and all after it are gone. A host that says what cannot be true
-is cut off, counted, and its episodes begin again elsewhere.
+file in part goes on; where a prompt differs, that call and all after it are gone. A host that claims the impossible is
+cut off and counted, and its episodes begin again elsewhere.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger("polyrl.manager")
 _ID_BYTES = TOKEN_IDS.itemsize
 _MAX_PROMPT_TOKENS = 1 << 22
 _CONTEXTS_GIVEN = 64
-"""So many contexts full of new tokens may the prompts of an episode bring, all together."""
+"""The new tokens that all prompts of an episode may bring together, in full contexts."""
 _LEAST_CONTEXT = 4096
 
 
@@ -129,7 +129,7 @@ def _hello(lobby: Lobby, session: HostSession, hello: host_frames.HostHello) -> 
 def _episode(
     run: Run, session: HostSession, frame: host_frames.MakeCall | host_frames.EndEpisode
 ) -> TrackedSample | None:
-    """Return the episode that the frame is of; None, and the host is told so, where it is over."""
+    """Return the frame's episode. If it is over, tell the host so and return None."""
     host = run.desk.hosts.find(session.name, session.incarnation)
     sample = None if host is None else run.desk.samples.get(frame.sample)  # type: ignore[call-overload]
     if host is None or sample is None or sample.host != host.seat or sample.attempt != frame.attempt:
@@ -265,6 +265,6 @@ def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
 
 
 def gone(session: HostSession, link: Link) -> None:
-    """A host's connection broke. The host may dial again; if it does not, it is lost after its timeout."""
+    """Note that a host's connection broke. The host may dial again; if it does not, it is lost after its timeout."""
     if session.link is link:
         session.link, session.greeted = None, False

@@ -1,6 +1,6 @@
-"""Frames of reward workers: results are passed on to the trainer, with the name of who sent them.
+"""Frames of reward workers: results are passed on to the trainer, with the name of their worker.
 
-Rules kept here: a result is not read here, and not kept. A reward worker that says what is no frame, too much of it, or
+Rules kept here: a result is not read here, and not kept. A reward worker that sends broken frames, too many, or frames
 out of order, is sent away and counted; the trainer hears that it is gone, and scores its answers elsewhere.
 """
 
@@ -83,7 +83,7 @@ def _greet(lobby: Lobby, session: RewardSession, hello: r.RewardHello) -> None:
 
 
 def _ready(lobby: Lobby, session: RewardSession, frame: r.RewardReady) -> None:
-    """Let it have jobs, unless it speaks of a trainer that is gone: it will hear of the present one."""
+    """Let it have jobs, unless it was told of an earlier trainer: it will hear of the present one."""
     relay = lobby.reward_relay
     if session.is_ready or relay.rules is None or frame.era != relay.rules.era:
         return
@@ -93,7 +93,8 @@ def _ready(lobby: Lobby, session: RewardSession, frame: r.RewardReady) -> None:
 
 
 def gone(lobby: Lobby, session: RewardSession, link: Link) -> None:
-    """A reward worker's connection broke. It may dial again; if it does not, it is given up after its timeout."""
+    """Note that a reward worker's connection broke. It may dial again; if it does not, it is given up after its
+    timeout."""
     if session.link is not link:
         return
     session.link = None

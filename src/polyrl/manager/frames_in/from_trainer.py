@@ -1,7 +1,7 @@
 """Frames of the trainer: statements become events; its payload (prompts, rewards) is kept and put into the journal.
 
 Rules kept here: a trainer that connects, for the first time or again, is sent all that it needs to go on. A trainer
-that says what cannot be true is cut off and counted, and may come back. Every statement may be repeated.
+that claims the impossible is cut off and counted, and may come back. Every statement may be repeated.
 """
 
 import logging
@@ -189,7 +189,7 @@ def _greet(run: Run, session: TrainerSession) -> None:
 
 
 def gone(lobby: Lobby, session: TrainerSession, link: Link) -> None:
-    """The trainer's connection broke: the run waits until a trainer dials."""
+    """Note that the trainer's connection broke: the run waits until a trainer dials."""
     if session.link is link:
         session.link, session.greeted = None, False
         session.away_since = lobby.now()

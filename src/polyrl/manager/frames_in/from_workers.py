@@ -1,7 +1,7 @@
-"""Frames of workers become events.
+"""Frames of workers, turned into events.
 
 Rules kept here: a worker that connects, for the first time or again, says what it holds, and is sent what it lacks. A
-worker that says what cannot be true is cut off, counted, and its samples move on; it harms nobody else. The scheduler
+worker that claims the impossible is cut off and counted, and its samples move on; no other peer notices. The scheduler
 hears of an answer's end at once, and of progress and heartbeats when something depends on them. intake.py takes tokens.
 """
 
@@ -29,7 +29,7 @@ log = logging.getLogger("polyrl.manager")
 
 _MOST_FAILED_INSTALLS = 8
 """Of a worker that has never installed a version of this run: minutes, since each pause is twice the one before. The
-worker is told to go then, so that nobody pays for it for ever. A worker that cannot read our versions leaves by itself,
+worker is told to leave then, so that it is not paid for ever. A worker that cannot read our versions leaves by itself,
 but one of an older PolyRL does not know that it cannot."""
 _DUTIES: dict[str, frames.Duty] = {"to_training": "training", "to_generating": "generating"}
 
@@ -125,7 +125,7 @@ def _hear_in_a_run(run: Run, session: WorkerSession, frame: NewsOfAnEngine) -> N
 
 
 def _leaving(lobby: Lobby, session: WorkerSession, why: str, notice_s: Seconds) -> None:
-    """Let a worker go that wants to. While it hands over, a repetition is nothing new."""
+    """Let a worker leave that wants to. Its repetitions while it hands over are ignored."""
     worker = None if lobby.run is None else lobby.run.seat_of(session)
     if worker is None or worker.state != "draining":
         _count_news(lobby, session, "that it leaves")
@@ -133,7 +133,7 @@ def _leaving(lobby: Lobby, session: WorkerSession, why: str, notice_s: Seconds) 
 
 
 def _count_news(lobby: Lobby, session: WorkerSession, what: str) -> None:
-    """Raise Refused for a worker that fills the journal with its news."""
+    """Raise Refused for a worker that fills the journal with its messages."""
     if not session.may_tell(session.heard_at, lobby.settings.stream.heartbeat_interval_s):
         raise Refused("flood", f"too much news, the last {what}")
 
@@ -206,7 +206,7 @@ def _log_down(session: WorkerSession, reason: str) -> None:
 
 
 def _back(run: Run, session: WorkerSession, version: int, digest: str) -> None:
-    """Tell that an engine is there again. As at a join, a version that is not of this run counts as none."""
+    """Tell the scheduler that an engine is back. As at a join, a version of another run counts as none."""
     _count_news(run.lobby, session, "that its engine is back")
     held = Version(version) if _is_ours(run, version, digest) else None
     run.tell(e.EngineBack(session.name, session.incarnation, held))
@@ -313,6 +313,6 @@ def _report(run: Run, session: WorkerSession, report: frames.Report) -> None:
 
 
 def gone(session: WorkerSession, link: Link) -> None:
-    """A worker's connection broke. The worker may dial again; if it does not, its heartbeat is missed."""
+    """Note that a worker's connection broke. The worker may dial again; if it does not, its heartbeat is missed."""
     if session.link is link:
         session.link, session.greeted = None, False

@@ -1,9 +1,9 @@
-"""Frames of tokens: checked, added to their samples, put into the journal, and the ends of answers told.
+"""Frames of tokens: checked, added to their samples and put into the journal; ends of answers become events.
 
 Rules kept here: tokens that were taken in go into the journal as they came, and no others do. Late tokens of a lease
-that is over are counted and dropped. A gap, an unknown version, a lease that was never given, or a token too many
-cannot be true, and the worker is refused; so is an answer whose end does not fit its tokens: cut off before the cap,
-or stopped with a token that ends nothing.
+that is over are counted and dropped. A worker is refused for a gap, an unknown version, a lease that was never given,
+or a token too many; and for an answer whose end does not fit its tokens: cut off before the cap, or stopped with a
+token that is no stop token.
 """
 
 import logging
@@ -69,7 +69,7 @@ def take_in(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: byte
 
 
 def check_amount(session: WorkerSession, worker: Worker | None, num_leases: int) -> None:
-    """Refuse more rows than the worker can have: looking a million leases up takes time that others wait for."""
+    """Refuse more rows than the worker can have: a million lookups would hold the other peers up."""
     most = session.facts.slots if worker is None else max(session.most_held, len(worker.leases))
     if num_leases > _ROWS_A_LEASE * most + _MORE_ROWS:
         raise Refused("lease", f"news of {num_leases} leases in one frame; it had {most} at once")
@@ -133,8 +133,8 @@ def _journal_tokens(
 def _append(run: Run, worker: Worker, column: columns.Columns, cells: bytes) -> tuple[list[int], int, int, int]:
     """Add a frame's tokens to their samples.
 
-    Returns the rows that brought nothing, by where their cells start; how many tokens were in vain; and how many of the
-    rows left a gap, or are of leases that never were.
+    Returns the rows without new tokens, by where their cells start; the number of late tokens; and the number of rows
+    with a gap or an unknown lease.
     """
     leases, all_tokens, seat = run.desk.leases, run.payload.tokens, worker.seat
     next_lease = run.desk.state.next_lease

@@ -2,9 +2,9 @@
 
 Rules kept here: a name belongs to one worker while the worker is heard, and for three heartbeats after that; after a
 restart of the manager, and when the worker was given up and may come back, for `restart_grace_s` more. Until then only
-a process that shows the worker's session gets the name: the worker itself, or its replacement. After that, whoever
-joins under the name takes it over, and the former session ends. The trainer's own worker takes its name from anybody.
-Before a run is open no heartbeat is missed: a worker that joined and is gone is forgotten after a minute.
+a process that shows the worker's session gets the name: the worker itself, or its replacement. After that, any worker
+that joins under the name takes it over, and the former session ends. The trainer's own worker takes its name from any
+other. Before a run is open no heartbeat is missed: a worker that joined and is gone is forgotten after a minute.
 
 Sessions are in peers/sessions.py; the run is opened in opening.py.
 """
@@ -25,7 +25,7 @@ from polyrl.wire.control import EMULATED, MAX_SLOTS, JoinReply, JoinRequest, Nam
 log = logging.getLogger("polyrl.manager")
 
 _COMPANY = 32
-"""So many workers send at the same moments."""
+"""How many workers send at the same moments."""
 _PHASES = 8
 _SILENT_HEARTBEATS = 3
 _GONE_S = 60.0
@@ -117,7 +117,8 @@ def _taken(name: WorkerName) -> str:
 
 
 def _outranks(lobby: Lobby, request: JoinRequest) -> bool:
-    """Return whether this is the trainer's own worker, and the name a stranger's or a disconnected worker's."""
+    """Return whether this is the trainer's own worker, and the name's present holder is another process or
+    disconnected."""
     former = lobby.workers.get(WorkerName(request.name))
     return request.local and (former is None or not former.facts.local or former.link is None)
 

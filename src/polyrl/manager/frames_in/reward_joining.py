@@ -118,7 +118,7 @@ def forget(
 
 
 def refuse(lobby: Lobby, session: RewardSession, kind: str, why: str) -> None:
-    """Send a reward worker away that said what cannot be true, or does not answer."""
+    """Send a reward worker away that claimed the impossible, or does not answer."""
     lobby.refused[kind] += 1
     log.warning("reward worker %s is refused: %s", session.name, why)
     lobby.turn_away(WorkerName(session.name), f"refused: {why}")
@@ -147,7 +147,8 @@ def _lose_unseen(lobby: Lobby, is_time: bool) -> None:
 
 
 def drain(lobby: Lobby, name: str, reason: str) -> bool:
-    """Have a reward worker finish what it has, or hand it back, and leave. False: there is none of that name."""
+    """Have a reward worker finish its jobs or hand them back, and leave. Returns False if there is none of that
+    name."""
     session = lobby.reward_relay.workers.get(name)
     if session is None:
         return False

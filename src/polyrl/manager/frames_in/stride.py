@@ -42,7 +42,7 @@ class Stride:
         self._room = max_tokens - max(columns.unpack_column("I", self._offsets))
         """Tokens until the first of the samples reaches its cap."""
         self._numbers: list[int] | None = None
-        """The offsets, once somebody has asked for one."""
+        """The offsets; made when the first one is asked for."""
         self._standing = _standing(worker)
         self._counts: list[bytes] = []
         self._cells: list[bytes] = []

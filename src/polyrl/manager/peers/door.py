@@ -1,7 +1,7 @@
 """Connections that the port has accepted: how many there may be, and how long they may say nothing.
 
-Anybody who reaches the port gets a connection, and with it one of this process's descriptors, before a token is seen,
-and before TLS is agreed on.
+Every process that reaches the port gets a connection, and with it one of this process's descriptors, before a token is
+seen, and before TLS is agreed on.
 
 Rules kept here:
 - A connection that brings no whole request for a while is cut, whether it sends a byte at a time or nothing at all.
@@ -52,7 +52,7 @@ class Connection(web.RequestHandler):
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until TLS is agreed on: by itself, a loop tells nobody of a connection before that.
+    """A connection until TLS is agreed on: by itself, an event loop reports no connection before that.
 
     The loop that accepted it starts to read at once, and not all loops can be kept from it. So the socket is taken out
     of the loop's hands, and given back with TLS.

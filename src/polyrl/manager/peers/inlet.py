@@ -8,7 +8,7 @@ Rules kept here:
   a full queue stops the reading.
 - Everything but binary frames (text, pings, goodbyes, errors of a peer) is received as aiohttp has it. Masks, sizes and
   fragments are aiohttp's reader's business.
-- The part of an unfinished message that has come is in our memory, before anybody has checked it. So it is counted,
+- The part of an unfinished message that has come is in our memory before it was checked. So it is counted,
   for all connections together (`Unfinished`): a message that takes too long is cut off with its connection, and where
   there is too much of them, the largest.
 """
@@ -95,7 +95,7 @@ class _Reader(WebSocketReader):
         return fed
 
     def _begin_another(self, num_left: int) -> None:
-        """A message ended, and so much came behind it: of the next one, unless it waits for room in the queue."""
+        """Count the bytes behind a message's end for the next message, unless that one waits for room in the queue."""
         self.forget()
         if num_left > _SMALL_BYTES:
             self.num_unfinished = num_left

@@ -1,11 +1,11 @@
 """The addresses at which a worker may offer weights to others: its own, as seen from here.
 
 Every worker that is sent to it dials the address it names. If that could be any address, one worker could turn a whole
-fleet against somebody else's machine.
+fleet against a foreign machine.
 
 Rules kept here: an address is the worker's own if its connection comes from there. A worker on this machine may
-name any address of it. Other networks of the workers (a second interface for data, say) are named by whoever
-runs the manager. Loopback is told to those on this machine alone: elsewhere it is another machine's.
+name any address of it. Other networks of the workers (a second interface for data, say) are named in the manager's
+settings. Loopback is told to those on this machine alone: elsewhere it is another machine's.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ _MOST_FRAMES = 600
 _FRAMES_A_SECOND = 16.0
 """Frames beside results that were asked for, at once and from then on. An honest worker sends a report a beat."""
 _FRAME_BYTES = 1 << 16
-"""A result that nobody asked for counts once more for each so many bytes: it is passed on. An honest worker sends some
+"""An unrequested result counts once more for each so many bytes: it is passed on. An honest worker sends some
 after a restart of the manager, which has forgotten what it gave out."""
 
 
@@ -66,7 +66,7 @@ class RewardSession:
             self.link.send(job)
 
     def may_say(self, frame: r.FromRewardWorker, now: float) -> bool:
-        """Count a frame. Returns False when there are far too many that nobody asked for."""
+        """Count a frame. Returns False when there are far too many unrequested ones."""
         if isinstance(frame, r.JobDone) and self._num_owed:
             self._num_owed -= 1
             self.num_jobs += 1
@@ -93,7 +93,7 @@ class DispatcherSession:
 
 
 class RewardRelay:
-    """What the manager holds of reward workers: who they are, and how the trainer is reached."""
+    """The manager's state of reward workers: their sessions, and the trainer's connection for their jobs."""
 
     def __init__(self) -> None:
         self.workers: dict[str, RewardSession] = {}
@@ -125,7 +125,7 @@ class RewardRelay:
             one.heard_at = time.monotonic()
 
     def tell_fleet(self) -> None:
-        """Tell the trainer who is there. A worker that is not connected stays until it is given up."""
+        """Tell the trainer which reward workers are there. A disconnected one stays until it is given up."""
         has_some = self.num_ready > 0
         if self._had_some and not has_some:
             self.none_since = time.monotonic()

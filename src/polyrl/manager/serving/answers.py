@@ -207,7 +207,10 @@ class Answerer:
     async def complete(self, http: web.Request, request: CompletionRequest) -> web.StreamResponse:
         choices = completion_choices(request)
         self._check_model(request.model)
-        prompts = [await self._tokens(one) for one in prompts_of(request.prompt)]
+        longest = None if self._served is None else self._served.max_context
+        given = prompts_of(request.prompt, longest)
+        self._check_amount(len(given), choices)
+        prompts = [await self._tokens(one) for one in given]
         head = await self._head("cmpl", request.model)
         return await self._answer(http, prompts, choices, Completions(head, choices, self._model))
 
@@ -227,6 +230,11 @@ class Answerer:
             message = f"there is no model {name!r} here; this is {self.name!r}"
             raise AskError(404, message, param="model", code="model_not_found")
 
+    def _check_amount(self, num_prompts: int, choices: Choices) -> None:
+        num, most = num_prompts * choices.num, self._service.settings.serve.max_samples
+        if num > most:
+            raise wrong("n", f"{num} answers in one request; at most {most} are written at once")
+
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
@@ -241,9 +249,7 @@ class Answerer:
         return ReplyHead(number, int(time.time()), model or self.name, weights)
 
     async def _wanted(self, prompts: Sequence[list[int]], choices: Choices) -> list[AskedGroup]:
-        most = self._service.settings.serve.max_samples
-        if len(prompts) * choices.num > most:
-            raise wrong("n", f"{len(prompts) * choices.num} answers in one request; at most {most} are written at once")
+        self._check_amount(len(prompts), choices)
         longest = await self._service.call(_longest)
         if choices.max_tokens is not None and choices.max_tokens > longest:
             raise wrong("max_tokens", f"{choices.max_tokens} is more than {longest}, the longest answer of this run")

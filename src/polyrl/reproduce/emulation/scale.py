@@ -80,7 +80,8 @@ def _faster(rules: Rules, scale: Scale) -> Rules:
 
 
 def _patient(rules: FleetRules, scale: Scale) -> FleetRules:
-    """Only the heartbeat's limit and the margin decide how a run goes; the others guard against what hangs."""
+    """Scale the heartbeat's limit and the margin, which shape a run; the other time-outs only catch hanging
+    processes."""
     return structs.replace(
         rules,
         heartbeat_timeout_s=max(LEAST_HEARTBEAT_TIMEOUT_S, rules.heartbeat_timeout_s / scale.speedup),
@@ -116,7 +117,7 @@ def engine_config(scenario: Scenario, scale: Scale, *, local: bool, speed: float
 
 
 def _install_s(scenario: Scenario) -> float:
-    """Fetching and installing a version, where nobody else fetches."""
+    """Fetching and installing a version, for a single worker."""
     network = scenario.network
     gbps = min(network.worker_ingress_gbps, network.trainer_egress_gbps)
     return network.weights_gb * 8.0 / gbps + network.install_s

@@ -177,7 +177,7 @@ def _messages(prompt: str | list[_Message], special: Sequence[str]) -> list[_Mes
 
 
 def _longest(wanted: int, config: Any, tokenizer: Any) -> int:
-    """Return the most tokens of an input; 0: nobody knows a limit."""
+    """Return the most tokens of an input; 0: no limit is known."""
     known = [wanted, getattr(config, "max_position_embeddings", 0) or 0, int(tokenizer.model_max_length)]
     known = [one for one in known if 0 < one <= _MOST_TOKENS]
     return min(known) if known else 0

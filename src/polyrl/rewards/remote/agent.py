@@ -7,7 +7,7 @@
 
 Rules kept here: nothing inbound is needed. Jobs run in the processes of a RewardPool, as they do at the trainer. A job
 that is sent again is the same job: it goes on, or its result is said again. Jobs of another trainer are dropped.
-Results are kept for a while, not until somebody has them: a job whose result is gone is scored anew.
+Results are kept for a while, not until they are acknowledged: a job whose result is gone is scored anew.
 A worker that cannot run a function of the run leaves with one line that says why.
 """
 

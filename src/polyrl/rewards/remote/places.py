@@ -1,4 +1,4 @@
-"""The places of reward workers, as the trainer's pool sees them: who is there, who scores what, and what was lost.
+"""The places of reward workers, as the trainer's pool sees them: which workers are there, their jobs, and lost jobs.
 
     dispatcher --hear_fleet, hear--> RemotePlaces --take--> RemotePlace.score --> a reward, or WorkerLost
                <-------send---------
@@ -228,7 +228,7 @@ class RemotePlaces:
             one.seat = replace(one.seat, connection=0)
 
     def hear_fleet(self, seats: tuple[RewardSeat, ...]) -> None:
-        """Take in who is there now."""
+        """Take in the present list of reward workers."""
         listed = {(one.worker, one.life): one for one in seats}
         now = asyncio.get_running_loop().time()
         is_settled = now >= self._settled_at

@@ -2,7 +2,7 @@
 
 Rules kept here: plain data, decoded by type, never pickle; functions travel by name, environment variables too. A
 result is checked as if a stranger had made it: `read_result` raises BadResult for what no honest worker says.
-Left out: how the bytes get there (wire/reward_frames.py), and who has which job (places.py).
+Left out: how the bytes get there (wire/reward_frames.py), and which worker has which job (places.py).
 """
 
 from typing import Annotated, Literal

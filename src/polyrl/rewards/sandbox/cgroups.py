@@ -19,6 +19,7 @@ _FILES = {
     "memory": (("memory.max", "memory.limit_in_bytes"), ("memory.swap.max",)),
     "pids": (("pids.max",), ()),
 }
+_NO_LIMIT = 1 << 62
 _REMOVE_S = 2.0
 _numbers = itertools.count()
 
@@ -32,6 +33,14 @@ class Cgroup(Struct, frozen=True):
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 (folder / "cgroup.procs").write_text(str(pid))
+
+    def allow(self, memory_bytes: int) -> None:
+        """Raise the limit of memory: that of a compiler is not that of programs."""
+        for folder in self.folders:
+            for name in _FILES["memory"][0]:
+                if (file := folder / name).exists():
+                    with contextlib.suppress(OSError):
+                        file.write_text(str(memory_bytes))
 
     async def remove(self) -> None:
         """Remove the group once its last process is gone."""
@@ -47,9 +56,9 @@ class Cgroup(Struct, frozen=True):
                     break
 
 
-def make(memory_bytes: int, processes: int) -> Cgroup | None:
-    """Make a group with these limits; None where this process may not."""
-    wanted = {"memory": memory_bytes, "pids": processes}
+def make(processes: int) -> Cgroup | None:
+    """Make a group for so many processes, whose memory has no limit yet; None where this process may not."""
+    wanted = {"memory": _NO_LIMIT, "pids": processes}
     folders: list[Path] = []
     name = f"{_NAME}-{os.getpid()}-{next(_numbers)}"
     for controller, parent in _parents().items():

@@ -99,7 +99,7 @@ class Sandbox:
             settings = bubblewrap.settings_of(layout, limits, filter_for(is_program=True))
             own = filter_for(is_program=False)
             cgroups.remove_left_behind()
-            make = lambda: Slot(layout, settings, own, _cgroup(limits))  # noqa: E731
+            make = lambda: Slot(layout, settings, own, cgroups.make(limits.processes + 16))  # noqa: E731
         return cls(limits, ZygotePool(_size(size), make), whole)
 
     async def start(self) -> None:
@@ -172,11 +172,13 @@ class Sandbox:
         for _ in range(_ATTEMPTS):
             if clock.left_s <= 0:
                 break
+            began_s = clock.passed_s
             try:
                 async with self.pool.slot(clock.left_s) as slot:
                     return await slot.run(jobs.within(job, clock.left_s))
             except SlotBroke as error:
                 broke = error
+                clock.leave_out(clock.passed_s - began_s)
             except TimeoutError:  # all zygotes were away for so long
                 break
         if broke is not None:
@@ -256,11 +258,6 @@ def _find_pytest() -> tuple[str, ...]:
 
 def _size(size: int | None) -> int:
     return len(os.sched_getaffinity(0)) if size is None else size
-
-
-def _cgroup(limits: SandboxLimits) -> cgroups.Cgroup | None:
-    """Make a control group with limits a little above those that the zygote watches."""
-    return cgroups.make((limits.memory_mb + limits.disk_mb + 128) << 20, limits.processes + 16)
 
 
 def _unsafe_settings(limits: SandboxLimits) -> dict[str, Any]:

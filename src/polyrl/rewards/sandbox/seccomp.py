@@ -31,10 +31,12 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "io_uring_register": (427, 427), "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2),
     "io_cancel": (210, 3), "io_getevents": (208, 4), "vmsplice": (278, 75), "remap_file_pages": (216, 234),
     "seccomp": (317, 277), "modify_ldt": (154, None), "uselib": (134, None),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
     # ways to have no core, for which a program gets more time
     "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    # the machine itself
+    # the machine itself, and waiting for its disks, which no kill interrupts
+    "sync": (162, 81), "syncfs": (306, 267),
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "create_module": (174, None), "get_kernel_syms": (177, None),
     "query_module": (178, None), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
@@ -118,10 +120,10 @@ _SHARED_BY_NOBODY: list[_Instruction] = [
 
 def _sets(which: int, new: int) -> list[_Instruction]:
     """Refuse to set one limit, or what is done with one signal. `new` is the argument with the address of the new one,
-    in two halves; it is none where somebody only asks.
+    in two halves; it is null for a mere query.
 
     A limit of core dumps of 1 keeps the machine's handler, which runs as root outside, from being started; 0 does not.
-    Of a child whose parent ignores SIGCHLD, the kernel adds the CPU time to nobody's.
+    The kernel adds the CPU time of a child whose parent ignores SIGCHLD to no other process.
     """
     return [
         (_EQUAL, 0, 5, which),

@@ -29,8 +29,10 @@ from polyrl.rewards.sandbox.inside.zygote import BOUNDS, END_IT, ENDED, MESSAGE_
 
 START_TIMEOUT_S = 20.0
 GRACE_S = 0.6
-"""The time after a run's limit in which the zygote must kill it and say so; then the zygote is ended."""
+"""The time after a program's limit in which the zygote must kill it and say so; otherwise the zygote is ended."""
 _READ_BYTES = 1 << 16
+_MORE_BYTES = 128 << 20
+"""Of a control group: the zygote itself, and the files that the kernel has read for it."""
 _CHILD = re.compile(rb'"child-pid": (\d+)[,\s}]')
 
 
@@ -121,6 +123,7 @@ class Slot:
         self._control.setblocking(False)
         self._home = ""
         """The folder of programs without a sandbox."""
+        self._allowed_bytes = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
 
     async def start(self) -> None:
@@ -136,6 +139,7 @@ class Slot:
 
     async def run(self, job: SandboxJob) -> RunResult:
         """Run one program. Raises SlotBroke; after it, and after a cancellation, the slot has to be closed."""
+        self._allow(int(job.bounds.memory_bytes))
         most = (job.output_bytes, job.output_bytes, job.value_bytes)
         streams = [_Stream(one, self._end_it) for one in most]
         line, far = socket.socketpair()
@@ -178,6 +182,12 @@ class Slot:
         is_full = any(one.is_full for one in streams)
         why = "output" if is_full else reason.rstrip(b"\0").decode()
         return RunResult(why, status, *times, *(bytes(one.heard) for one in streams))
+
+    def _allow(self, memory_bytes: int) -> None:
+        """Have the control group's limit a little above the job's, which is counted without the system's files."""
+        if self._cgroup is not None and memory_bytes > self._allowed_bytes:
+            self._allowed_bytes = memory_bytes
+            self._cgroup.allow(memory_bytes + self._settings["disk_bytes"] + _MORE_BYTES)
 
     def _end_it(self) -> None:
         with contextlib.suppress(OSError):
@@ -254,7 +264,7 @@ class Slot:
             raise UserError(f"the sandbox cannot be started: {one_line(error)}") from error
 
     async def _read_child(self, info: int) -> int:
-        """Read the number of the sandbox's process 1. Bubblewrap tells more, and dies if nobody reads all of it."""
+        """Read the number of the sandbox's process 1. Bubblewrap tells more, and dies if not all of it is read."""
         os.set_blocking(info, False)
         said, loop = b"", asyncio.get_running_loop()
         while (found := _CHILD.search(said)) is None or b"}" not in said:

@@ -35,7 +35,7 @@ _TOO_WIDE = ("/", bubblewrap.HOME, "/dev", "/proc")
 _START = (
     "import os, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (1, 1)); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Sets the limit that keeps the machine's core-dump handler from being started: inside, nobody may set it."""
+"""Sets the limit that keeps the machine's core-dump handler from being started: inside, no process may set it."""
 
 
 class RewardWalls(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
-"""Bounds for the numbers of a configuration, and what a region may be called. Each number has two, since
-peers and files say them.
+"""Bounds for the numbers of a configuration, and for the names of regions. Each number has two: it comes from a peer or
+a file.
 
 The bounds are far beyond any real run, and near enough that no sum or product of them overflows. They are checked
 where bytes become a configuration (msgspec), and NaN is within none of them.

@@ -1,4 +1,4 @@
-"""Every wait on the outside has a deadline and a name.
+"""Deadlines: every wait for the outside has one, with a name.
 
 The dictionary is the truth; the heap finds the earliest entry and may hold outdated ones. Pushing a deadline back, as
 every heartbeat does, is one dictionary write: the heap entry is renewed when it comes up.
@@ -43,7 +43,7 @@ class Deadlines:
             heapq.heappush(self._heap, (at, wait))
 
     def postpone(self, seconds: Seconds) -> None:
-        """Move all of them, but for notices: a machine that goes does not wait for us."""
+        """Move all deadlines but those of notices: a machine is taken away on time."""
         for wait in self.entries:
             if wait[0] != "notice":
                 self.entries[wait] += seconds

@@ -29,35 +29,37 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 9
+RULES = 10
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
-    0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
-         fault; nobody is sent to a peer with which one has failed; what trainer and driver were gone for at the same
-         time is left out of the step twice
-    1    credit is earned (credit.py), both are failures (failures.py), two have to fail with a peer (membership.py),
-         and no second is left out twice (steps.py)
+    0    a worker has all slots that it claims; an unrequested hand-over and refused tokens count as no failure; one
+         failed pull from a peer keeps all workers from it; a time in which both trainer and driver were gone is left
+         out of the step twice
+    1    credit is earned (credit.py), both count as failures (failures.py), two workers have to fail with a peer
+         (membership.py), and no second is left out twice (steps.py)
     2    the trainer's devices come back to samples that wait where every worker that generates is about to leave
-         (devices.py); none is advised for what is written before one could begin (scaling.py);
-         a worker whose engine dies many times without an answer between is given up (membership.py)
+         (devices.py); no worker is advised for work that is done before it could begin (scaling.py); a worker whose
+         engine dies many times without an answer between is given up (membership.py)
     3    workers that have answered nothing cost no prompt and no sample while one that has is still to try it
-         (failures.py), and the trainer's devices come back for what only they may write (devices.py); what a worker
-         keeps and hardly goes on with is taken from it (balancing.py, membership.py)
-    4    limits of environments' turns are learned, a host that hangs is told from an episode that does, and
+         (failures.py), and the trainer's devices come back for what only they may write (devices.py); samples that a
+         worker keeps without progress are taken from it (balancing.py, membership.py)
+    4    limits of environments' turns are learned, a hanging host is told from a hanging episode, and
          `episode_timeout_s` counts the environment's turns alone (episodes.py)
-    5    replicas train at different times: one that has nothing to train generates again while others train, or
-         while others generate and it would make their samples faster (devices.py)
+    5    replicas train at different times: a replica without a micro-batch generates again while others train, or while
+         others generate and it would speed up their samples (devices.py)
     6    limits of episodes are learned too (turns.py)
-    7    what a worker without an answer brought no token of and takes with it, or lets stall, goes to those that have
-         answered (membership.py)
-    8    of replicas that turn to generating, the first takes its share of the samples that wait, and leaves the others
-         theirs (leases.py); none is given back before it is known how fast the others are (devices.py); late news has
-         nobody look again for workers of samples that failed (scheduler.py)
+    7    samples that a worker without any answer loses or lets stall, without a token, go to workers that have answered
+         (membership.py)
+    8    when several replicas turn to generating, the first takes only its share of the waiting samples (leases.py); no
+         device is given back before the speed of the others is known (devices.py); late news starts no new search for
+         workers of failed samples (scheduler.py)
     9    a step's line tells adaptive factors (steps.py)
+    10   hosts that never played an episode to its end cost none while another may play it (episodes.py); of places that
+         samples of a round wait for, every second one at most goes to what was asked (leases.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")
-"""Fields of the state that the desk has too, as the same objects: code asks the desk. Seats are those of the fleet."""
+"""Fields of the state that are attributes of the desk too, as the same objects: code reaches them through the desk."""
 
 
 class TrainerClock(Struct):

@@ -1,4 +1,4 @@
-"""The workers of the fleet: the life of each, its price, and the speed it was seen to have.
+"""The workers of the fleet: the life of each, its price, and its measured speed.
 
     joined --> waiting for weights --> pulling --> active --> draining --> gone
                      ^                   |            |           |
@@ -6,9 +6,9 @@
                      +--- a newer version is needed --+           |
     any of them ----- missed, stalled, or its driver saw it die --+-> gone
 
-Its engine may be down for a while in any of these states: it gets no samples and no weights until it is back. So
-it is after its driver was away, until it is heard of again: it may have gone meanwhile, and is paid for the absence if
-it has not.
+Its engine may be down for a while in any of these states: it gets no samples and no weights until it is back. The same
+holds after the driver was away, until the worker is heard of again: it may be gone. If it is not, it is paid for the
+absence.
 
 A worker takes a *seat* when it joins: a number never used again. A name that joins anew (a restart before anyone missed
 the old process, or a second machine with the same name) takes a new seat and its old one is given up first. A local
@@ -41,9 +41,9 @@ UNBOUNDED = 1 << 30
 
 
 class Speed(Struct):
-    """Seconds of one decode step by number of running samples, as seen: one moving mean a doubling.
+    """Measured seconds of one decode step by number of running samples: one moving mean per doubling.
 
-    No formula is fitted: contexts grow while samples end, and a line through both had a worker decode in no time.
+    No formula is fitted: contexts grow while samples end, and a fitted line predicted decode steps of no time at all.
     """
 
     steps_s: list[Seconds] = []
@@ -101,7 +101,7 @@ class Worker(Struct):
     """The seat of the peer it pulls from; -1 is the trainer, or no source when it does not pull."""
     num_pull_failures: int = 0
     bad_source: bool = False
-    """By rules 0: a pull from it failed."""
+    """Under rules 0: a pull from it failed."""
     accused_by: list[WorkerName] = []
     """Workers whose pulls of the newest version from it failed, and from no other source since. By name, which stays
     the same however often a worker joins."""
@@ -150,11 +150,11 @@ class Worker(Struct):
     """When its machine goes, if a notice was given (notices.py)."""
     why_leaving: str = ""
     is_closed: bool = False
-    """It was given notice, and goes so soon that nothing more is worth beginning there."""
+    """It was given notice, and goes so soon that no new sample pays there."""
     begun_at: Seconds | None = None
     """When its machine began to start; None: it has been able to write since."""
     is_taken: bool = False
-    """Its machine is taken away, with notice: nobody here wanted that."""
+    """Its machine is taken away, with notice: the run did not ask for that."""
 
     @property
     def may_relay(self) -> bool:
@@ -183,7 +183,8 @@ class Worker(Struct):
 
     @property
     def is_proven(self) -> bool:
-        """It has shown that it can write. A name and its word cost nothing: whoever has a worker token has many."""
+        """Whether it has brought an answer. Names and claims cost nothing: one worker token lets a process join under
+        many names."""
         return self.local or self.has_answered
 
     @property
@@ -193,7 +194,7 @@ class Worker(Struct):
 
     @property
     def capacity(self) -> int:
-        """The slots that it is believed to have: what its load is measured against."""
+        """The slots that its load is measured against: its credit bounds its claim."""
         return min(self.slots, self.earned)
 
     @property
@@ -219,14 +220,13 @@ class FleetState(Struct):
     seats: dict[int, Worker] = {}
     by_name: dict[WorkerName, int] = {}
     last_incarnations: dict[WorkerName, Incarnation] = {}
-    """The newest life of every name that is there, or departed: a join that is repeated late is refused by it."""
+    """The newest life of every name, present or departed: it shows that a join is repeated late."""
     departed: dict[WorkerName, None] = {}
-    """The latest names that left, in order. Only the latest: a peer could join under one new name after the other for
-    ever."""
+    """The latest names that left, in order. Only the latest, since a peer could join under ever new names."""
     local_seats: list[int] = []
     next_seat: int = 1
     num_remote: int = 0
-    """Remote workers that are there and not draining, with or without weights."""
+    """Remote workers that have joined and are not draining, with or without weights."""
     counted_at: Seconds = 0.0
     remote_area: float = 0.0
     """`num_remote` integrated over the time since `measured_from`."""

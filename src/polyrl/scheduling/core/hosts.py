@@ -3,8 +3,10 @@
 A host takes a *seat* when it joins: a number never used again. It has places for as many episodes as its `slots`, holds
 no weights, and is paid from joining to leaving. Its driver says when it is gone.
 
-What a host claims is believed as it shows: it begins with few episodes, gets one more with every call that it makes,
-and half as many with every failure. A host that fails episodes which others play to their end is given up.
+A host's claim of slots is not taken at its word: a host begins with few episodes, gets one more with every call that it
+makes, and half as many after every failure. A host that fails episodes which others play to their end is given up.
+Until a host has played one episode to its end, its word that an episode cannot be played costs nothing while another
+host may play it: a host's token allows joining under many names.
 """
 
 from msgspec import Struct
@@ -32,6 +34,10 @@ class Host(Struct):
     joined_at: Seconds = 0.0
     num_faults: int = 0
     """Episodes that it failed and another host played to their end, since it last did so itself."""
+    is_proven: bool = False
+    """Whether it has played an episode to its end."""
+    num_failed: int = 0
+    """Episodes that it failed since."""
 
     @property
     def capacity(self) -> int:
@@ -56,12 +62,30 @@ class HostsState(Struct):
             return None
         return self.seats[seat]
 
-    def choose(self, environment: str, failed_at: int = -1) -> Host | None:
-        """Return the host with the smallest share of its places taken, rather not the one where the episode failed;
-        None when all are full."""
-        able = [one for one in self.seats.values() if one.environment == environment and one.has_room]
+    def choose(self, environment: str, failed_at: int = -1, *, sound: bool = False) -> Host | None:
+        """Return the host with the smallest share of its places taken, if possible not the one where the episode
+        failed; None when all are full. `sound`: one of those whose word counts most, as far as it is known."""
+        there = [one for one in self.seats.values() if one.environment == environment and not one.draining]
+        if sound:
+            proven = [one for one in there if one.is_proven]
+            there = (
+                [one for one in proven if not one.num_failed]
+                or proven
+                or [one for one in there if not one.num_failed]
+                or there
+            )
+        able = [one for one in there if one.has_room]
         return min(
             able, key=lambda one: (one.seat == failed_at, len(one.episodes) / one.capacity, one.seat), default=None
+        )
+
+    def is_believed(self, host: Host) -> bool:
+        """Return whether it counts that the host failed an episode, or was lost with it: it has played one to its end,
+        or there is no other that may."""
+        return host.is_proven or not any(
+            one.environment == host.environment and (one.is_proven or not one.num_failed)
+            for one in self.seats.values()
+            if one is not host and not one.draining
         )
 
 

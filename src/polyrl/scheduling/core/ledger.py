@@ -157,7 +157,7 @@ class Ledger(Struct):
     trainer_left_at: Seconds | None = None
     """When the trainer was last seen; None while it is there."""
     trainer_gone_s: Seconds = 0.0
-    """How long there was none, until another process went on in its place."""
+    """How long there was no trainer, until another process took its place."""
     ended_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
     trained_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
     episodes_begun: int = 0
@@ -197,7 +197,7 @@ class Ledger(Struct):
         return line
 
     def fold(self, worker: WorkerName) -> None:
-        """Keep of a worker that went long ago what it adds to the sums, and no line of its own."""
+        """Add the line of a worker that left long ago to the line of all such workers."""
         line = self.workers.pop(worker)
         others = self.worker_line(OTHERS, 0.0)
         for activity, seconds in line.seconds.items():
@@ -207,7 +207,7 @@ class Ledger(Struct):
         others.num_losses += line.num_losses
 
     def fold_host(self, host: HostName) -> None:
-        """Keep of a host that left long ago what it adds to the sums."""
+        """Add the line of a host that left long ago to the line of all such hosts."""
         line = self.hosts.pop(host)
         others = self.hosts.setdefault(OTHER_HOSTS, HostLine(0.0))
         others.seconds += line.seconds
@@ -217,7 +217,7 @@ class Ledger(Struct):
         others.num_losses += line.num_losses
 
     def fold_reward_worker(self, name: str) -> None:
-        """Keep of a reward worker that left long ago what it adds to the sums."""
+        """Add the line of a reward worker that left long ago to the line of all such workers."""
         line = self.reward_workers.pop(name)
         others = self.reward_workers.setdefault(OTHERS, RewardWorkerLine(0.0))
         others.seconds += line.seconds

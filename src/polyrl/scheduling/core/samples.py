@@ -95,7 +95,7 @@ class Playtime(Struct, gc=False):
     """No turn of it begins after so much was played; 0: nothing is learned yet."""
 
     def skip(self, seconds: Seconds) -> None:
-        """Leave out a time in which nobody could be heard."""
+        """Leave out an absence of the driver."""
         self.began_at += seconds
         self.turn_began_at += seconds
 
@@ -163,7 +163,7 @@ class Round(Struct):
     waits_for_places: bool = False
     """Whether samples waited for a place to be scored then: the pool of rewards was full."""
     failed: list[SampleId] = []
-    """Waiting samples that a worker failed, first come first served: not everybody gets them (failures.py)."""
+    """Waiting samples that a worker failed, first come first served: only some workers may get them (failures.py)."""
     unhosted: dict[int, list[SampleId]] = {}
     """By domain, episodes that wait for a host, last one first out. Samples that stopped waiting are skipped."""
     num_unhosted: int = 0
@@ -173,7 +173,7 @@ class Round(Struct):
     """By seat, waiting episodes whose last call that worker answered, first come first served. At -1, those that have
     tokens, and whose worker is gone."""
     num_passed: int = 0
-    """How often in a row one of those was placed before a sample that comes first."""
+    """How often in a row one of those was placed before the first sample."""
 
     @classmethod
     def of_asked(cls) -> "Round":

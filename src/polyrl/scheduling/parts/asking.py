@@ -5,8 +5,8 @@
 
 Rules kept here:
 - An asked group is in no round: no step waits for it, and nothing of it is scored, delivered, deferred or learned from.
-- It is placed before what rounds have waiting, and never on the trainer's own devices: those train. How much may be
-  asked at once is for the driver to bound (it tells the asker); the rest of the fleet is training's.
+- It is placed before the waiting samples of rounds, and never on the trainer's own devices: those train. The driver
+  bounds the number of asked groups and tells the client; the rest of the fleet serves training.
 - It moves when its worker goes, never to balance loads: a client that reads the stream would see a pause.
 - Any version may write it, and weights may change beneath it: a worker that pulls goes on with it.
 - Tokens of it that arrived are never taken back: they were shown already.
@@ -48,13 +48,13 @@ def ask(desk: Desk, num_samples: int) -> None:
 
 
 def sample_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """An answer has ended by itself."""
+    """Take in an answer that ended by itself."""
     leases.end_lease(desk, sample, desk.asked, now)
     _end(desk, sample)
 
 
 def stop(desk: Desk, event: SampleStopped, now: Seconds) -> None:
-    """End a sample whose asker has enough of it: its tokens so far are the answer, and its worker is free."""
+    """End a sample whose client has enough of it: its tokens so far are the answer, and its worker is free."""
     sample = desk.samples.get(event.sample)
     if sample is None or sample.group not in desk.asked.groups or sample.state == "generated":
         desk.ledger.late_news += 1

@@ -21,7 +21,7 @@ _PLATEAU_GROWTH = 20
 
 
 def learn_speed(worker: Worker, num_running: int, num_steps: int, now: Seconds) -> None:
-    """A worker has made `num_steps` decode steps with `num_running` samples since it last brought tokens.
+    """Learn a worker's speed: `num_steps` decode steps with `num_running` samples since its last tokens.
 
     Samples decode in lock step, so the most that any of them gained is the number of steps; the others came later.
     """
@@ -77,7 +77,8 @@ def balance(desk: Desk, now: Seconds) -> None:
 
 
 def _relieve(desk: Desk, workers: list[Worker], now: Seconds) -> bool:
-    """Return whether any sample was asked back. Its next worker, and so the load of every worker, is not known yet."""
+    """Request samples back that full engines hold back. Returns whether any was: loads are unknown until it is
+    placed."""
     given = migration.relieve_waiting(workers)
     for worker, num in given:
         for lease in list(worker.leases)[-num:]:
@@ -86,9 +87,9 @@ def _relieve(desk: Desk, workers: list[Worker], now: Seconds) -> bool:
 
 
 def _rescue(desk: Desk, workers: list[Worker], remaining: dict[int, float], now: Seconds) -> bool:
-    """Ask samples back from workers that are far slower than others. Returns whether any was.
+    """Request samples back from workers that are far slower than others. Returns whether any was.
 
-    A worker that brings next to no token between two looks for stalled samples has failed them.
+    A worker that brings next to no token between two checks for stalled samples has failed them.
     """
     if desk.state.rules < 3:
         return False
@@ -121,8 +122,8 @@ def _move(desk: Desk, workers: list[Worker], remaining: dict[int, float], now: S
 
 
 def _candidates(desk: Desk, worker: Worker, remaining: dict[int, float]) -> list[Candidate]:
-    """Return the worker's samples that may move. `remaining` keeps what is expected by tokens so far: of 100,000
-    samples that run, most are as long as another."""
+    """Return the worker's samples that may move. `remaining` caches expected lengths by tokens so far: of 100,000
+    running samples, most are as long as another."""
     lengths, cap = desk.lengths, desk.config.max_new_tokens
     found: list[Candidate] = []
     for lease in worker.leases:

@@ -1,15 +1,15 @@
-"""How many samples a worker is trusted with at once: few at first, more with what it shows, fewer after a stall.
+"""Credit: how many samples a worker is trusted with at once. Few at first, more as answers come, fewer after a stall.
 
     it joins                      START, whatever number of slots it claims
     an answer of it ends          one more: twice as many with every generation of its answers
-    it is seen to run n at once   2 n
+    n samples progress at once    2 n
     some samples stall on it      half as many
     all of them do                it is given up, and begins with less if it joins again
     it has reached its slots      its plateau alone decides from then on (balancing.py)
 
-The number of slots is a worker's own word. A worker that claims a million and brings nothing keeps a few samples from
-the others for as long as a stall takes, and fewer the next time. An honest worker has as many as it can run after a few
-reports of progress, each of which doubles them. The trainer's own workers are trusted from the start.
+The number of slots is the worker's own claim. A worker that claims a million and brings nothing keeps a few samples
+from the others for as long as a stall takes, and fewer the next time. An honest worker has as many as it can run after
+a few reports of progress, each of which doubles them. The trainer's own workers are trusted from the start.
 """
 
 from polyrl.scheduling.core.desk import Desk
@@ -27,7 +27,7 @@ def at_join(desk: Desk, line: WorkerLine, slots: int, *, local: bool) -> int:
 
 
 def answered(desk: Desk, worker: Worker) -> None:
-    """An answer of it ends: its lease does too, and who may have what is looked at then."""
+    """Count an answer of a worker. Its lease ends in the same event, after which waiting samples are placed anew."""
     if worker.has_stalled:  # it is forgiven
         worker.has_stalled = False
         desk.ledger.workers[worker.name].num_stalls = 0
@@ -48,7 +48,7 @@ def _raise(desk: Desk, worker: Worker, earned: int) -> None:
 
 
 def halve(desk: Desk, worker: Worker) -> None:
-    """Halve the credit of a worker that did not do what it was trusted with."""
+    """Halve the credit of a worker that let samples stall."""
     if desk.state.rules and not worker.local:
         worker.earned = max(1, worker.capacity // 2)
         desk.router.update(worker)

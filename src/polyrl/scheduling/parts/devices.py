@@ -2,8 +2,8 @@
 
 Each step starts with local workers generating. They stop, hand their samples over and train
 - when the seeding window is over and there is a worker to hand over to (seeding.py says how long it is);
-- one by one, in a round without a fleet, as soon as fewer devices hold what still runs (hand-back);
-- when nothing is left for them to generate, or the step's round is complete: what they write for later rounds waits.
+- one by one, in a round without a fleet, as soon as fewer devices can hold the samples that still run (hand-back);
+- when nothing is left for them to generate, or the step's round is complete: their samples of later rounds wait.
 They generate again when the step is trained, unless the next round is complete by then, and in mid-step when samples
 wait and no other worker can take them, or when there has been nothing to train for a while. Zero remote workers is a
 normal state: then they generate the whole round.
@@ -115,7 +115,7 @@ def review(desk: Desk, now: Seconds) -> None:
 
 
 def _renew_window(desk: Desk, round_: Round | None, now: Seconds) -> None:
-    """Devices that come back in mid-step seed once more, for as long as suits the fleet as it is now."""
+    """Begin another seeding window for devices that come back in mid-step, as long as suits the present fleet."""
     if round_ is None or now < _window_end(desk, round_):
         return
     span = _window_s(desk, round_)
@@ -174,7 +174,7 @@ def _nobody_generates(desk: Desk) -> bool:
 
 
 def _would_help(desk: Desk) -> bool:
-    """Return whether one more local worker makes the samples on the others faster, by more than hand-back may slow
+    """Return whether one more local worker would speed up the samples on the others by more than hand-back may slow
     them."""
     generating = [one for one in desk.state.fleet.local() if one.may_generate]
     num = sum(len(one.leases) for one in generating)
@@ -185,7 +185,8 @@ def _would_help(desk: Desk) -> bool:
 
 
 def note_idle(desk: Desk, name: WorkerName, since: Seconds | None) -> None:
-    """Note that the devices of a local worker, or of all without a name, have nothing to train; None: they have."""
+    """Note since when a local worker's devices (all, without a name) have nothing to train; None: they have
+    something."""
     for worker in desk.state.fleet.local():
         if name in ("", worker.name):
             worker.idle_since = since if worker.duty == "training" else None
@@ -204,7 +205,7 @@ def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> No
 
 
 def duty_changed(desk: Desk, worker: Worker, duty: str, now: Seconds) -> None:
-    """A local worker's devices have turned round."""
+    """Take in that a local worker's devices have changed their duty."""
     expected = {"to_training": "training", "to_generating": "generating"}.get(worker.duty)
     if duty != expected:
         desk.ledger.late_news += 1
@@ -226,7 +227,7 @@ def all_train(desk: Desk) -> bool:
 
 
 def note_waiting(desk: Desk, now: Seconds) -> None:
-    """From now on the trainer waits, if it has all that it needs to train but samples. Publishing is no waiting."""
+    """Start the waiting clock if the trainer has all that it needs to train but samples. Publishing is no waiting."""
     clock = desk.state.clock
     round_ = oldest_round(desk)
     is_busy = clock.busy_since is not None or clock.validating_since is not None
@@ -300,7 +301,8 @@ def _num_to_keep(desk: Desk, generating: list[Worker]) -> int:
 
 
 def _slowdown(desk: Desk, worker: Worker, num_running: float) -> float:
-    """Return how much slower its samples become. Replicas are alike: what one was seen to need stands for another."""
+    """Return how much slower its samples become. Replicas are alike: one replica's measured memory stands for
+    another's."""
     alike = [one.speed for one in (worker, *desk.state.fleet.local()) if one.speed.samples]
     speed = alike[0] if alike and desk.state.rules >= _SHARED else worker.speed
     before, after = speed.step_s(len(worker.leases)), speed.step_s(num_running)

@@ -7,17 +7,19 @@
 Rules kept here:
 - An episode holds a place at its host from its beginning to its end, and a place at a worker only during a call.
 - Its drawn tokens are kept when its host is lost: the driver answers the calls of the next attempt from them, for as
-  long as their prompts are the same, and says at the first that differs from which token on they are in vain.
+  long as their prompts are the same, and says at the first that differs from which token on they are unused.
 - A failure of the environment is never a zero: the episode is begun again, and in the end leaves its group.
 - A turn that is over its limit is held against the episode, unless its host hangs as a whole (turns.py): then the host
   is given up, and its episodes go on elsewhere.
+- What hosts that never played an episode to its end make of one is not held against it while another host may play it:
+  it goes to one that has (hosts.py).
 - An episode that is over time is scored with `timeout_reward` if it has an answer: the policy may be the cause, and an
   episode that is dropped is an exit that it learns. Without an answer it cannot be, and the episode has failed.
 """
 
 from typing import Literal
 
-from polyrl.ids import Seconds
+from polyrl.ids import SampleId, Seconds
 from polyrl.scheduling.core.commands import Abort, AnswerCall, ForgetHost, PlayEpisode, ReleaseHost
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import CallMade, CallRepeated, EpisodeEnded, HostDrainRequested, HostJoined, HostLeft
@@ -31,6 +33,8 @@ MAX_HOST_LOSSES = 10
 group. A long episode that gets on from host to host is not: machines die for reasons of their own."""
 _MAX_NAMES = 1000
 """Names of hosts that are remembered, beyond those that are there."""
+MANY_NAMES = 10
+"""The first rules that prefer hosts that have played: a stranger may join under as many names as it likes."""
 
 # Hosts
 
@@ -69,7 +73,7 @@ def drain(desk: Desk, event: HostDrainRequested, now: Seconds) -> None:
     if host is None or host.draining:
         desk.ledger.late_news += host is None
         return
-    host.draining = True
+    host.draining = desk.hosts_due = True
     desk.deadlines.set(("host_drain", host.seat), now + desk.config.environments.drain_timeout_s)
     if not host.episodes:
         desk.commands.append(ReleaseHost(host.name, event.reason))
@@ -86,6 +90,7 @@ def drain_is_over(desk: Desk, seat: int, now: Seconds) -> None:
 def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
     settle_host(host, desk.ledger, now)
     host.draining = False  # it is not released: it is gone
+    is_believed = _is_believed(desk, host)
     if host.episodes:
         desk.ledger.hosts[host.name].num_losses += 1
     for sample_id in list(host.episodes):
@@ -93,7 +98,9 @@ def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
         round_ = desk.round_of(sample)
         _take_back(desk, sample, round_, why, now)
         hosting.leave(desk, sample, now)
-        sample.num_losses += 1
+        sample.num_losses += is_believed
+        if not is_believed:
+            sample.failed_at = host.seat
         if sample.num_losses >= MAX_HOST_LOSSES:
             _give_up(desk, sample, round_, "all of its hosts were lost", now)
         else:
@@ -101,10 +108,15 @@ def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
     desk.deadlines.clear(("host_drain", host.seat))
     del desk.hosts.seats[host.seat]
     del desk.hosts.by_name[host.name]
+    desk.hosts_due = True
+
+
+def _is_believed(desk: Desk, host: Host) -> bool:
+    return desk.state.rules < MANY_NAMES or desk.hosts.is_believed(host)
 
 
 def _forget_names(desk: Desk) -> None:
-    """Keep few names of hosts that left: a peer could join under one new name after the other for ever."""
+    """Keep few names of hosts that left: a peer could join under ever new names."""
     hosts, lines = desk.hosts, desk.ledger.hosts
     if len(lines) <= _MAX_NAMES + len(hosts.by_name):
         return
@@ -117,7 +129,7 @@ def _forget_names(desk: Desk) -> None:
 
 
 def host_waiting(desk: Desk, now: Seconds) -> None:
-    """Begin episodes for which a host has room, those of earlier rounds first."""
+    """Begin episodes for which a host has room, earlier rounds first."""
     if desk.state.paused:
         return
     for round_ in desk.rounds.values():
@@ -127,17 +139,33 @@ def host_waiting(desk: Desk, now: Seconds) -> None:
 
 def _host_domain(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
     waiting, environment = round_.unhosted[domain], desk.environment_of(domain)
+    wants_sound: list[SampleId] = []
+    """Those that failed and wait for a host whose word counts: others are begun before them."""
     while waiting:
         sample = desk.samples.get(waiting[-1])
         if sample is None or sample.state != "unhosted":
             waiting.pop()
             continue
-        host = desk.hosts.choose(environment, sample.failed_at)
-        if host is None:
-            return
+        is_doubtful = is_in_doubt(desk, sample)
+        host = None if is_doubtful and wants_sound else choose_host(desk, sample, environment)
+        if host is None and not is_doubtful:
+            break
         waiting.pop()
+        if host is None:
+            wants_sound.append(sample.id)
+            continue
         round_.num_unhosted -= 1
         _begin(desk, sample, round_, host, now)
+    waiting += reversed(wants_sound)
+
+
+def is_in_doubt(desk: Desk, sample: TrackedSample) -> bool:
+    """Return whether an episode has failed, or went with a host that nobody knows yet."""
+    return sample.failed_at >= 0 and desk.state.rules >= MANY_NAMES
+
+
+def choose_host(desk: Desk, sample: TrackedSample, environment: str) -> Host | None:
+    return desk.hosts.choose(environment, sample.failed_at, sound=is_in_doubt(desk, sample))
 
 
 def _begin(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
@@ -160,7 +188,7 @@ def _play(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> Non
 
 
 def _find(desk: Desk, event: CallMade | CallRepeated | EpisodeEnded) -> TrackedSample | None:
-    """Return the episode that the news is of; None if another attempt is under way, or none."""
+    """Return the episode of a host's message; None if another attempt, or no attempt, is under way."""
     sample = desk.samples.get(event.sample)
     if sample is None or sample.host < 0 or sample.attempt != event.attempt:
         desk.ledger.late_news += 1
@@ -193,7 +221,7 @@ def call_made(desk: Desk, event: CallMade, now: Seconds) -> None:
 
 
 def call_repeated(desk: Desk, event: CallRepeated, now: Seconds) -> None:
-    """An environment that was begun again has made a call of before, and has its answer: its next turn begins."""
+    """Take in that a restarted environment has repeated an earlier call and got its answer: its next turn begins."""
     sample = _find(desk, event)
     if sample is None or sample.state != "playing":
         desk.ledger.late_news += sample is not None
@@ -203,7 +231,7 @@ def call_repeated(desk: Desk, event: CallRepeated, now: Seconds) -> None:
 
 
 def _moved(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """The environment has made a call: its turn is over, and its host is trusted with one more."""
+    """Take in an environment's call: its turn is over, and its host is trusted with one more episode."""
     host = desk.hosts.seats[sample.host]
     turns.end(desk, sample, host, now)
     if host.earned < host.slots:
@@ -212,7 +240,7 @@ def _moved(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
 
 
 def call_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """The policy has answered a call: its host has the move."""
+    """Take in the policy's answer to a call: the host has the move."""
     round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     worker = leases.end_lease(desk, sample, round_, now)
     sample.writer = worker.seat
@@ -238,13 +266,15 @@ def episode_ended(desk: Desk, event: EpisodeEnded, now: Seconds) -> None:
         _failed(desk, sample, round_, host, now)
         return
     _cut(desk, sample, event.num_tokens, "abandoned")
+    if event.outcome == "scored":
+        host.is_proven, host.num_failed = True, 0
     host.num_faults = 0
     _blame(desk, sample, host, now)
     _scored(desk, sample, event.outcome, now)
 
 
 def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
-    """Hold it against the host where the episode failed that another one played it to its end."""
+    """Hold a failed episode against its host when another host has played it to its end."""
     guilty = desk.hosts.seats.get(sample.failed_at)
     sample.failed_at = -1
     if guilty is None or guilty is host:
@@ -257,7 +287,7 @@ def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
 
 
 def time_is_up(desk: Desk, sample: TrackedSample, wait: Literal["turn", "episode"], now: Seconds) -> None:
-    """An episode took too long, or an environment's turn: then the host hangs, or this episode does."""
+    """Act on a limit that is over: an episode's, or a turn's, which means a hanging host or a hanging episode."""
     if wait == "episode":
         _over_time(desk, sample, _why_too_long(desk, sample), now)
         return
@@ -285,7 +315,7 @@ def _limit(desk: Desk, sample: TrackedSample) -> str:
 
 
 def _over_time(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None:
-    """An episode, or its environment's move, took too long."""
+    """End an episode that took too long itself, or whose environment's turn did."""
     round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     num_tokens = sample.call_start  # what complete calls have drawn
     _take_back(desk, sample, round_, why, now)
@@ -328,8 +358,9 @@ def _scored(desk: Desk, sample: TrackedSample, outcome: EpisodeOutcome, now: Sec
 def _failed(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
     ended = desk.ledger.episodes_ended
     ended["failed"] = ended.get("failed", 0) + 1
-    sample.num_faults += 1
+    sample.num_faults += _is_believed(desk, host)
     sample.failed_at = host.seat
+    host.num_failed += 1
     host.earned = max(1, host.earned // 2)
     if sample.num_faults >= desk.config.environments.max_attempts:
         _give_up(desk, sample, round_, "its environment failed", now)

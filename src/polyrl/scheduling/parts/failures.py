@@ -1,16 +1,16 @@
 """Assign the fault for a failed lease: to the worker, the group or the sample.
 
     a sample fails on a worker --> it waits for one that has not failed its group, if such a one can write
-        it is handed over, and nobody asked             --> a failure too: it would come back at once, for ever
+        it is handed over without a request             --> a failure too: it would come back at once, for ever
         it stalls, or gets a token now and then         --> a failure too
-        its worker is gone, brought no token of it and never answered anything
-                                                        --> a failure too, while one that has answered is there
-        it is refused with tokens that others wrote     --> it begins anew without them: whose fault they are, shows
-                                                            too, unless who refused them is in doubt itself
+        its worker is lost before any token of it and any answer
+                                                        --> a failure too, while a worker with an answer is there
+        it is refused with another worker's tokens      --> it begins anew without them, which settles the fault;
+                                                            a failure too, unless the refusing worker is in doubt
         another worker answers the group                --> the worker's: given up after `max_failures` such groups
-        another refuses it too, or nobody else is there --> the group's: dropped as a whole
+        another refuses it too, or there is no other    --> the group's: dropped as a whole
         the sample fails `max_failures` times           --> the sample's: its group goes on without it
-            neither while only workers without an answer have failed it, and another one is there, or will be
+            neither counts while only workers without an answer have failed it, and another one is there or can come
     the trainer rejects `max_failures` groups for what a worker wrote --> the worker's: given up
 
 Rules kept here: a failure is held against a worker once per group, and only when another worker has answered the group;
@@ -18,8 +18,9 @@ an answer of its own clears all its failures. So neither a prompt that engines r
 worker its place. Samples lost with an engine's death are held against no worker, unless the engine dies repeatedly
 (membership.py).
 
-Whoever has a worker token can join under many names, and have each of them fail all that it is given. So the word of a
-worker that has brought no answer costs nothing while somebody else is still to try; of two that have, it is believed.
+A process with a worker token can join under many names, and fail every sample under each. So a failure reported by a
+worker without an answer costs a sample nothing while another worker is still to try it; the same report by two workers
+with answers is believed.
 """
 
 from polyrl.ids import Version
@@ -45,16 +46,15 @@ def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
 
 
 def keeps(desk: Desk, worker: Worker, sample: TrackedSample) -> None:
-    """A worker keeps a sample and brings next to nothing of it: it fails it, and another worker gets it."""
+    """Count a failure of a worker that keeps a sample without progress: another worker gets the sample."""
     sample.num_failures += 1
     note(desk, worker, desk.groups[sample.group])
 
 
 def is_unproven(desk: Desk, worker: Worker) -> bool:
-    """Return whether a worker has brought no answer, while one that has is there for what it takes with it.
+    """Return whether a worker has brought no answer, while a worker with answers can take its samples over.
 
-    Otherwise all the names under which one process joins could have the samples, one after the other, and let a
-    time-out pass with each.
+    Otherwise one process could join under many names, get the same samples under each, and let each time-out pass.
     """
     if desk.state.rules < _MANY_SILENT or worker.is_proven or not worker.leases:
         return False

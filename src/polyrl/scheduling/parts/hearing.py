@@ -1,4 +1,4 @@
-"""News of workers that changes nothing until it is looked at: heartbeats, progress, samples that engines hold back.
+"""Routine news of workers, which changes no decision by itself: heartbeats, progress, samples that engines hold back.
 
 A driver hears it all the time and gathers it; a journal that held each piece would grow by gigabytes a day. It is told
 in one event, of all workers at once, when something depends on it: before time passes, since a silent worker is
@@ -59,7 +59,8 @@ def fleet_reported(desk: Desk, event: FleetReported, now: Seconds) -> None:
 
 
 def _progressed(desk: Desk, worker: Worker, first: LeaseId, runs: Sequence[int], now: Seconds) -> None:
-    """Leases rise, and so do the runs: each says up to which lease, and how many tokens more those have."""
+    """Take in a worker's progress. `runs` are pairs, from lease `first` on: a number of leases, and the tokens that
+    each gained."""
     most, at, until, gain = 0, 0, int(first), 0
     for lease in worker.leases:
         while lease >= until and at + 1 < len(runs):
@@ -94,8 +95,7 @@ def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
 
 
 def teaches(worker: Worker, num_waiting: int) -> bool:
-    """Return whether a report of `num_waiting` samples held back, or progress, would change how many samples it may
-    have."""
+    """Return whether a report of `num_waiting` held-back samples, or of progress, would change a worker's credit."""
     grows = len(worker.leases) >= worker.limit < worker.slots
     return num_waiting > 0 or worker.held_back_at >= 0 or worker.num_waiting > 0 or grows
 

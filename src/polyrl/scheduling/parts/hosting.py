@@ -1,7 +1,7 @@
 """An episode's place at its host: taken, left, waited for.
 
-Rules kept here: an episode has at most one host. A host that was told to stop an episode is done with it at that
-moment; its news of it is late. A drained host is released when its last episode is over.
+Rules kept here: an episode has at most one host. From the moment a host is told to stop an episode, its messages about
+it are late. A drained host is released when its last episode is over.
 """
 
 from polyrl.ids import Seconds

@@ -1,8 +1,8 @@
 """Leases, each one sample in one worker's hands: given, ended, taken back, handed over.
 
 Rules kept here: a sample has at most one lease; a lease is never reused; the tokens of a lost lease that have arrived
-are kept and the sample is resumed after them. An aborted lease is over when we say so; anything its worker still sends
-of it is late news.
+are kept, and the sample is resumed after them. An aborted lease is over at once; anything its worker still sends of it
+is late news.
 """
 
 import heapq
@@ -18,6 +18,8 @@ from polyrl.scheduling.parts import failures, hosting
 from polyrl.scheduling.rules.staleness import oldest_version
 
 _ANY_VERSION = Version(0)
+_ALTERNATES = 10
+"""The first rules by which clients that ask without a pause leave rounds half of the places."""
 _MOST_PASSED = 256
 """Episodes that are placed before the first in line is given to another worker than its own, and computed again."""
 _MORE_THAN_WERE_LOST = 1_000_000
@@ -29,7 +31,7 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
     if desk.state.paused:
         return
     desk.failed_wait = False
-    if desk.asked.num_waiting:
+    if desk.asked.num_waiting and _asked_goes_first(desk):
         _place_asked(desk, now)
     level = local_level(desk)
     if level < math.inf:
@@ -39,6 +41,17 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
         desk.router.cap(math.inf, local)
     else:
         _place_rounds(desk, now)
+    if desk.asked.num_waiting and desk.state.rules >= _ALTERNATES:
+        _place_asked(desk, now, is_rest=True)
+
+
+def _asked_goes_first(desk: Desk) -> bool:
+    """Return whether what was asked goes before rounds: not where it had the last place that a round waited for."""
+    return desk.state.rules < _ALTERNATES or not desk.asked.num_passed or not _has_waiting(desk)
+
+
+def _has_waiting(desk: Desk) -> bool:
+    return any(one.num_waiting for one in desk.rounds.values())
 
 
 def local_level(desk: Desk) -> float:
@@ -82,8 +95,9 @@ def _place_rounds(desk: Desk, now: Seconds) -> None:
 
 
 def _instead(desk: Desk, round_: Round, sample: TrackedSample, seat: int) -> TrackedSample:
-    """Return the sample that a worker gets: rather an episode whose prompt it has computed, or one that is fresh, than
-    the first, if that one has another worker; but not for ever. Those whose worker is gone come before all."""
+    """Return the sample that a worker gets: the first, unless another worker has its prompt in the cache. Then an
+    episode of this worker, or a fresh sample, goes first, for a limited number of times. Episodes whose worker is gone
+    come before all."""
     orphans = round_.returning.get(-1)
     if orphans is not None:
         return desk.samples[next(iter(orphans))]
@@ -97,9 +111,14 @@ def _instead(desk: Desk, round_: Round, sample: TrackedSample, seat: int) -> Tra
     return sample
 
 
-def _place_asked(desk: Desk, now: Seconds) -> None:
-    """Any version may write what was asked; the trainer's own devices do not (asking.py)."""
+def _place_asked(desk: Desk, now: Seconds, *, is_rest: bool = False) -> None:
+    """Place asked samples: any version may write them, but not the trainer's own devices (asking.py).
+
+    While samples of a round wait, one asked sample is placed after each of theirs; `is_rest`: the places left are of no
+    use to a round.
+    """
     asked, router = desk.asked, desk.router
+    alternates = desk.state.rules >= _ALTERNATES and not is_rest and _has_waiting(desk)
     if asked.failed:
         _place_failed(desk, asked, now)
     while asked.num_waiting > len(asked.failed):
@@ -109,6 +128,9 @@ def _place_asked(desk: Desk, now: Seconds) -> None:
         if worker is None:
             return
         _grant(desk, sample, group, asked, worker, now)
+        if alternates:
+            asked.num_passed = 1
+            return
     asked.fresh.clear()
     asked.resumed.clear()
 
@@ -182,6 +204,8 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     worker.num_granted += 1
     round_.num_waiting -= 1
     round_.num_leased += 1
+    if round_ is not desk.asked:
+        desk.asked.num_passed = 0
     desk.router.update(worker)
     why = "with its siblings" if group.prefix_worker == seat else "least loaded"
     group.prefix_worker = seat
@@ -198,7 +222,7 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
 
 
 def skip_numbers(desk: Desk) -> None:
-    """Give no number again that may have been given before: what a driver wrote last may be lost with its machine."""
+    """Skip numbers that may be taken already: the driver's last records may be lost with its machine."""
     desk.state.next_lease = LeaseId(desk.state.next_lease + _MORE_THAN_WERE_LOST)
 
 
@@ -209,7 +233,8 @@ def look_later(desk: Desk, now: Seconds) -> None:
 
 
 def note_tokens(desk: Desk, sample: TrackedSample, num_tokens: int) -> int:
-    """Take in how far a sample is; returns how many tokens are new. Fewer, or beyond the cap, is not believed."""
+    """Take in a sample's number of tokens; returns how many are new. A smaller number, or one beyond the cap, is
+    ignored."""
     cap = desk.max_new_tokens
     gained = (num_tokens if num_tokens < cap else cap) - sample.num_tokens
     if gained <= 0:
@@ -220,7 +245,8 @@ def note_tokens(desk: Desk, sample: TrackedSample, num_tokens: int) -> int:
 
 
 def note_length(desk: Desk, sample: TrackedSample, round_: Round, *, finished: bool) -> None:
-    """Learn from an answer that ended, or was stopped and would have gone on. Not from asked ones: others' prompts."""
+    """Learn from an answer that ended, or was stopped and would have gone on. Asked samples do not count: their prompts
+    are not the run's."""
     if round_ is desk.asked:
         return
     desk.lengths.observe(sample.num_tokens, finished=finished)
@@ -313,7 +339,7 @@ def hand_over(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None
 
 
 def _expect_return(desk: Desk, sample: TrackedSample, round_: Round) -> None:
-    """Have a waiting episode go back to its worker, or to any soon where that one is gone."""
+    """Have a waiting episode return to the worker of its last call, or soon to any worker if that one is gone."""
     if sample.target not in desk.seats:
         sample.target = -1
     if not sample.num_failures and (sample.target >= 0 or sample.num_tokens):
@@ -321,7 +347,7 @@ def _expect_return(desk: Desk, sample: TrackedSample, round_: Round) -> None:
 
 
 def worker_gone(desk: Desk, seat: int) -> None:
-    """Let the episodes that wait for a worker go to others."""
+    """Let the episodes that wait for a lost worker go to others."""
     for round_ in desk.rounds.values():
         for sample_id in list(round_.returning.get(seat, ())):
             sample = desk.samples[sample_id]
@@ -330,7 +356,7 @@ def worker_gone(desk: Desk, seat: int) -> None:
 
 
 def _forget_return(round_: Round, sample: TrackedSample) -> None:
-    """Take a sample out of those that wait for the worker of their last call, if it is one of them."""
+    """Take a sample off the list of those that wait for the worker of their last call, if it is there."""
     returning = round_.returning.get(sample.target)
     if returning is not None and sample.id in returning:
         del returning[sample.id]

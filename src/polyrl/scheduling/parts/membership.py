@@ -1,8 +1,8 @@
 """Workers come, go, drain and are given up; weights reach them.
 
-Rules kept here: a worker that is gone, however we learned it, gives its samples back at once, each after its last token
-that arrived. A join that is older than what we know is refused. No worker waits for a dead peer's weights: its pullers
-get another source. A worker counts as active only while it holds a version that some step may still be
+Rules kept here: the samples of a worker that is gone, however we learned it, wait again at once, each after its last
+token that arrived. A join older than the worker's present seat is refused. No worker waits for a dead peer's weights:
+its pullers get another source. A worker counts as active only while it holds a version that some step may still be
 trained on. After the driver was away, a worker gets no samples, and no pay for the absence, until it is heard of again:
 it may be dead.
 """
@@ -77,7 +77,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
 
 
 def _sane(amount: float) -> float:
-    """Return a price or a past that a worker claims, or 0 where it cannot be true: the ledger must stay a sum."""
+    """Return a worker's claimed price or uptime, or 0 where it cannot be true: the ledger must stay a sum."""
     return amount if 0.0 <= amount < math.inf else 0.0
 
 
@@ -89,7 +89,8 @@ def _heartbeat_timeout_s(desk: Desk, worker: Worker) -> Seconds:
 
 
 def heard_from(desk: Desk, worker: Worker, now: Seconds, ago_s: Seconds = 0.0) -> None:
-    """Any news of a worker shows that it lived. Its deadline moves back, never forth: the heap is not told of it."""
+    """Move a worker's heartbeat deadline: any message shows that it lives. Deadlines only move later, so the heap need
+    not know."""
     if worker.unheard:
         _was_there(desk, worker, now)
     entries = desk.deadlines.entries
@@ -285,8 +286,7 @@ def _take_back_all(desk: Desk, worker: Worker, why: str, cause: str, now: Second
 
 
 def publish(desk: Desk, version: Version, now: Seconds) -> bool:
-    """Note that a newer version can be had. Local workers hold it already. Return False for one that is repeated
-    late."""
+    """Take in a newer published version. Local workers hold it already. Returns False for a late repetition."""
     if version <= desk.state.published:
         desk.ledger.late_news += 1
         return False

@@ -1,15 +1,15 @@
-"""A worker that was told when its machine goes: it works on until it must hand over.
+"""Notices: a worker whose machine is about to be taken away works on until it must hand its samples over.
 
 Rules kept here:
 - It goes on with what it has until `fleet_rules.leave_margin_s` before its machine goes. Then it is drained: what has
   not ended by then moves, at its current token. A notice shorter than the margin, or none, drains at once.
-- It gets samples like any other until so little time is left that moving them again would cost what it writes of
-  them (the rule of a move: `routing.move_gain_s` beyond its cost); from then on it gets none, and serves no weights.
+- It gets samples like any other worker until moving them again would cost more than it can still write of them (the
+  rule of a move: `routing.move_gain_s` beyond its cost); from then on it gets none, and serves no weights.
 - The latest notice counts: a repeated notice moves the moment, in either direction.
 
 So a notice costs the fleet the margin, where a death without one costs the tokens not yet sent and the time until it
-is missed. Draining at once, or giving it nothing new from the notice on, leaves a machine idle that is there and
-paid for: with long notices both cost more than no notice at all.
+is missed. Draining at once, or giving it nothing new from the notice on, leaves a paid machine idle: with long notices
+both cost more than no notice at all.
 """
 
 import math
@@ -25,7 +25,7 @@ _NO_TIME_S = 1e-6
 
 
 def given(desk: Desk, worker: Worker, why: str, notice_s: Seconds, now: Seconds) -> None:
-    """A worker's machine goes in `notice_s` seconds; 0, or what is no time: it is to leave now."""
+    """Take in that a worker's machine goes in `notice_s` seconds. 0, or a value that is no time, drains it now."""
     if worker.state == "draining":
         return
     worker.leaves_at = now + (notice_s if 0.0 < notice_s < math.inf else 0.0)
@@ -35,7 +35,7 @@ def given(desk: Desk, worker: Worker, why: str, notice_s: Seconds, now: Seconds)
 
 
 def look(desk: Desk, worker: Worker, now: Seconds) -> None:
-    """Do what the time that is left asks for, and look again when that changes."""
+    """Act on the time that is left, and arm the next look for when the action changes."""
     assert worker.leaves_at is not None, f"{worker.name} was given no notice"
     left_s = worker.leaves_at - desk.config.fleet_rules.leave_margin_s - now
     if left_s <= _NO_TIME_S:

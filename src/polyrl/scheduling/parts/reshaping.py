@@ -1,12 +1,13 @@
 """Putting the parallelism plan into force: before a round opens, engines get the width that suits its kind.
 
-Rules kept here: it is decided when a step is trained, for the kind of round that comes next, so that the change is made
-while the new version is published. The engines' reports count too: a round in which more samples than before were
-thrown out of the cache rules narrower engines out, four calm ones let them in again.
+Rules kept here: the width is decided when a step is trained, for the kind of round that comes next, so that engines
+change while the new version is published. The engines' reports count too: a round with more preemptions than before
+rules narrower engines out, and four rounds without any let them in again.
 
 The trainer's own engines are reshaped only while none of them holds a sample; the old ones leave the fleet at once, and
-the driver joins the new ones. Engines of the fleet are drained by whoever started them, as any worker that leaves: what
-they write goes on elsewhere. Until the new ones have joined the command may be repeated, and changes nothing then.
+the driver joins the new ones. Engines of the fleet are drained by the process that started them, as any worker that
+leaves: their samples go on elsewhere. Until the new ones have joined, the command may be repeated and then changes
+nothing.
 """
 
 from polyrl.ids import Seconds
@@ -30,7 +31,7 @@ _MIN_OBSERVED = 256
 
 
 def round_opened(desk: Desk, round_: Round) -> None:
-    """Put down what the round is expected to take on the engines as they are."""
+    """Record the expected duration of the round on the present engines."""
     local = _planned(desk)
     if not desk.config.parallelism.enabled or not local:
         return

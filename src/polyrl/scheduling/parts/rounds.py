@@ -32,7 +32,7 @@ from polyrl.scheduling.rules.tail_batching import PlannedPrompt, RoundPlan
 
 
 def open_requested(desk: Desk, now: Seconds) -> list[Round]:
-    """Open what may open: requested, fresh enough a version published, no earlier round with samples to place."""
+    """Open requested rounds for which a fresh enough version is published and no earlier round has samples to place."""
     state = desk.state
     opened: list[Round] = []
     while may_open_next(desk):
@@ -134,7 +134,7 @@ def _designated(desk: Desk, group: TrackedGroup) -> range | frozenset[int]:
 
 
 def sample_generated(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """An answer has ended."""
+    """Take in a finished answer."""
     group = desk.groups[sample.group]
     round_ = desk.rounds[group.step]
     leases.end_lease(desk, sample, round_, now)
@@ -150,7 +150,8 @@ def sample_generated(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
 
 
 def episode_ended(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """An episode has ended, with its environment's reward: the trainer scores it too, or that reward is final."""
+    """Take in the end of an episode with its environment's reward, which is final unless the trainer scores the episode
+    too."""
     group = desk.groups[sample.group]
     round_ = desk.rounds[group.step]
     _count_generated(desk, sample, group, round_)
@@ -181,7 +182,7 @@ def _count_generated(desk: Desk, sample: TrackedSample, group: TrackedGroup, rou
 
 
 def score_if_generated(desk: Desk, round_: Round) -> None:
-    """With `as_finished` off: when nothing of the round is left to generate, score all of it."""
+    """Score the whole round once nothing of it is left to generate, with `as_finished` off."""
     if desk.config.rewards.as_finished or round_.is_generating:
         return
     for group_id in list(round_.groups):
@@ -216,7 +217,7 @@ def _claim(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None
 
 
 def _defer_if_full(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
-    """When a domain's places are all claimed, its groups that still race wait for a long round."""
+    """Defer a domain's groups that still race to a long round when its places are all claimed."""
     if round_.claims[domain] < round_.quotas[domain] or round_.num_open[domain] == 0:
         return
     for group_id in list(round_.groups):
@@ -239,7 +240,7 @@ def _defer(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None
 
 
 def sample_scored(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """A reward is there, whatever its value."""
+    """Take in a reward."""
     sample.state = "scored"
     group = desk.groups[sample.group]
     group.num_scored += 1
@@ -247,7 +248,7 @@ def sample_scored(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
 
 
 def reward_failed(desk: Desk, sample: TrackedSample, now: Seconds, *, again: bool) -> None:
-    """The reward could not be had: try again where that may help; in the end drop the sample. It is never a zero."""
+    """Take in a failed reward: retry where that may help, and drop the sample in the end. A failure is never a zero."""
     if again and desk.budgets.retry(sample.attempt).again:
         scoring.score(desk, sample, desk.groups[sample.group])
         return
@@ -399,7 +400,7 @@ def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
 
 
 def give_again(desk: Desk, step: Step) -> None:
-    """Deliver the groups that the trainer took once more, and close the round again: it begins the step anew."""
+    """Deliver the taken groups again and close the round again, for a trainer that begins the step anew."""
     round_ = desk.rounds.get(step)
     if round_ is None:
         desk.ledger.late_news += 1

@@ -3,8 +3,8 @@
 After each step the seeding window is corrected, advice on the size of the fleet is given if it changed, and the step's
 line goes into the metrics.
 
-Rules kept here: the clock stands still while the trainer validates, and while it or the driver is gone: neither says
-anything of how long a step takes. A step that is begun anew has waited and trained for nothing.
+Rules kept here: the clock stands still while the trainer validates, and while it or the driver is gone: such time is no
+part of a step. A step that is begun anew has waited and trained for nothing.
 """
 
 import math
@@ -50,12 +50,12 @@ def rounds_opened(desk: Desk, opened: list[Round], now: Seconds) -> None:
 
 
 def published(desk: Desk, now: Seconds) -> None:
-    """The trainer is done with publishing. If a round is open already, it waits for that one's groups now."""
+    """Take in that the trainer has published. If a round is open already, it now waits for that round's groups."""
     devices.note_waiting(desk, now)
 
 
 def training_began(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
-    """A micro-batch was taken, for the devices of this local worker or, without a name, for all."""
+    """Take in that a micro-batch was taken, for this local worker's devices or, without a name, for all."""
     clock = desk.state.clock
     if step not in desk.rounds:
         return
@@ -68,7 +68,7 @@ def training_began(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> 
 
 
 def training_paused(desk: Desk, step: Step, worker: WorkerName, now: Seconds) -> None:
-    """A micro-batch is done; the next may be there or not."""
+    """Take in that a micro-batch is done. The next may or may not be there."""
     clock = desk.state.clock
     if step not in desk.rounds or clock.busy_since is None:
         return
@@ -97,7 +97,7 @@ def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
 
 
 def stand_still(desk: Desk, seconds: Seconds, now: Seconds) -> None:
-    """Leave so much out of the step: the driver or the trainer was gone. No second of an absence is left out twice."""
+    """Leave an absence of the driver or the trainer out of the step. No second of it is left out twice."""
     seconds = max(0.0, seconds)
     desk.state.clock.skip(seconds, now)
     if desk.state.trainer_away_since is not None and desk.state.rules > 0:
@@ -185,7 +185,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
 
 
 def _take_window_in_force(desk: Desk, kind: RoundKind, num_workers: int) -> None:
-    """With the autoscaler: correct the window that this fleet had, and not the one of the fleet before."""
+    """Make sure, with the autoscaler, that the window of this fleet is corrected, not that of the fleet before."""
     learned = desk.state.seeding[kind]
     if desk.config.scaling.enabled and desk.config.seeding.mode == "learned":
         before = learned.t_seed_s
@@ -195,7 +195,7 @@ def _take_window_in_force(desk: Desk, kind: RoundKind, num_workers: int) -> None
 
 
 def _foresee_window(desk: Desk, kind: RoundKind, times: StepTimes) -> None:
-    """With the autoscaler: a step whose fleet changed teaches no window, and the model of a step gives one."""
+    """Take the window, with the autoscaler, from the model of a step: a step whose fleet changed teaches none."""
     learned, model = desk.state.seeding[kind], desk.state.scaling.models.get(kind)
     num, changed = times.workers_now, abs(times.mean_workers - times.workers_now) >= seeding.SAME_FLEET
     if model is not None and changed and num and num not in learned.memory and desk.config.seeding.mode == "learned":
@@ -242,7 +242,7 @@ def _scaling_facts(desk: Desk, line: StepLine) -> scaling.ScalingFacts:
 
 
 def _local_speed(local: list[Worker], remote: list[Worker]) -> float:
-    """Return how fast the trainer's own engines are against the fleet's, as seen with as many samples at once."""
+    """Return the speed of the trainer's own engines over the fleet's, measured with equally many samples at once."""
     most = [max((num for one in group for num in one.speed.samples), default=0.0) for group in (local, remote)]
     here, there = ([one.speed.step_s(min(most)) for one in group if one.speed.samples] for group in (local, remote))
     local_s, remote_s = ([seconds for seconds in group if seconds] for group in (here, there))
@@ -253,15 +253,15 @@ def _local_speed(local: list[Worker], remote: list[Worker]) -> float:
 
 
 def _full_rate(worker: Worker) -> float:
-    """Return the tokens a second of a worker that is full, as far as it was seen; 0: it was not."""
+    """Return the measured tokens a second of a full worker; 0: not measured yet."""
     num = max(1, worker.limit)
     step_s = worker.speed.step_s(num)
     return num / step_s if step_s else 0.0
 
 
 def supply_offered(desk: Desk, event: SupplyOffered, now: Seconds) -> None:
-    """Note what the provider of workers says. It is weighed at the end of the step. A worker that was not heard of
-    since the driver was away keeps its price: nobody knows yet whether it is paid."""
+    """Note the provider's offer, which counts at the end of the step. A worker not yet heard of since the driver was
+    away keeps its price: it may still be paid."""
     state, fleet = desk.state.scaling, desk.state.fleet
     state.offered = max(0, event.num_workers)
     if not 0.0 <= event.usd_per_hour < math.inf:

@@ -1,9 +1,9 @@
 """An environment's turn: its clock, its limit, and what is learned from it.
 
-Rules kept here: limits are fixed when a turn or an episode begins (rules/play_limits.py). Only what ended by itself is
-learned from. An episode's time is that of its turns: an answer that takes long, or waits for a worker, is not the
-environment's doing. A learned limit of an episode keeps a further turn from beginning, and cuts none short that has
-begun: its own limit does that, and `episode_timeout_s`. While we were away, no time passed.
+Rules kept here: limits are fixed when a turn or an episode begins (rules/play_limits.py). Only turns and episodes that
+ended by themselves teach anything. An episode's time is that of its turns: a slow answer, or one that waits for a
+worker, is not the environment's doing. A learned limit of an episode keeps a further turn from beginning, but cuts no
+turn short: the turn's own limit does, and `episode_timeout_s`. The time in which the driver was away does not count.
 """
 
 from polyrl.ids import SampleId, Seconds
@@ -63,7 +63,7 @@ def begin(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
 
 
 def end(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
-    """The environment has made its move: a call, or the episode's end with a reward."""
+    """End the environment's turn with its move: a call, or the episode's end with a reward."""
     if desk.state.rules < LEARNED_SINCE:
         desk.deadlines.clear(("turn", sample.id))
         return
@@ -79,15 +79,16 @@ def end(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
 
 
 def stop(desk: Desk, sample: SampleId) -> None:
-    """Wait for the environment's move no longer."""
+    """Stop waiting for the environment's move."""
     desk.deadlines.clear(("turn", sample))
     if desk.state.rules >= LEARNED_SINCE:
         desk.deadlines.clear(("episode", sample))
 
 
 def who_hangs(desk: Desk, sample: TrackedSample, now: Seconds) -> Culprit:
-    """Say who hangs where an episode is over its turn's limit; if that is unclear, look again later. Episodes that
-    stand still at a host that hangs are noted: at the next host they are taken for the cause."""
+    """Return whether the host or the episode hangs, for an episode over its turn's limit; if that is unclear, look
+    again later. Episodes that stand still at a hanging host are noted: at the next host they are taken for the
+    cause."""
     clock = _clock(desk, sample, now)
     if desk.state.rules < LEARNED_SINCE or clock.num_hangs:
         return "episode"
@@ -126,12 +127,12 @@ def _of_episodes(desk: Desk, domain: int, task: int, now: Seconds, draw: float) 
 
 
 def is_played_out(clock: Playtime) -> bool:
-    """Return whether an episode has played for as long as was learned that one takes."""
+    """Return whether an episode has played for the learned limit."""
     return 0.0 < clock.episode_limit_s <= clock.played_s
 
 
 def end_episode(desk: Desk, sample: TrackedSample, now: Seconds, *, finished: bool) -> None:
-    """Learn how long an episode takes that ended, or was stopped and would have gone on."""
+    """Learn from the time of an episode that ended, or was stopped and would have gone on."""
     clock = desk.state.playtimes.get(sample.id)
     if clock is None or clock.took_s is not None or sample.attempt != 1:
         return
@@ -144,7 +145,7 @@ def end_episode(desk: Desk, sample: TrackedSample, now: Seconds, *, finished: bo
 
 
 def skip(desk: Desk, seconds: Seconds) -> None:
-    """Leave out a time in which the driver was away."""
+    """Leave out an absence of the driver."""
     for clock in desk.state.playtimes.values():
         clock.skip(seconds)
     for known in (*desk.state.turns.values(), *desk.state.plays.values()):
@@ -156,7 +157,7 @@ def skip(desk: Desk, seconds: Seconds) -> None:
 
 
 def adopt(desk: Desk, now: Seconds) -> None:
-    """Go on by learned limits with the episodes of a run that had none."""
+    """Apply learned limits to the episodes of a run that had none."""
     for sample in desk.samples.values():
         if sample.host >= 0:
             desk.deadlines.clear(("episode", sample.id))

@@ -44,7 +44,7 @@ class Correlation(Struct):
         self.sum_inverse += 1.0 / num
 
     def value(self) -> float:
-        """From 0 to 0.9; 0.2 while too little was seen."""
+        """Return the correlation, from 0 to 0.9; 0.2 while too little was seen."""
         if self.num_groups < _MIN_GROUPS:
             return 0.2
         mean = self.sum_means / self.num_groups

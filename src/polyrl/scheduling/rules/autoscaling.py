@@ -7,8 +7,8 @@ being lost,
     step(n) = max(t, (W + R t) / (a n + R)) + other        a = 1 / (1 + losses an hour * seconds to prepare / 3600)
     cost(n) = (trainer + workers) $ an hour * step(n)
 
-Steps that were seen with a fleet that did not change beat the model: a number of workers that was seen has the time
-that it had, and others have the model's time, corrected as at the nearest number that was seen.
+Measured steps beat the model, if the fleet did not change within them: a fleet size that was measured has its measured
+time, and other sizes have the model's time, corrected by the nearest measured size.
 
 `cheapest` is the n with the least cost a step; `fastest` the fewest workers that come within 1% of the shortest step.
 Where the trainer has no price, its time is taken to be worth everything: `cheapest` is then `fastest`.
@@ -19,10 +19,10 @@ Rules kept here:
   only `min_workers` stay. Both act at once.
 - Every other change saves `min_gain` of the cost (or of the time, for `fastest`), and waits until `num_steps` steps
   in a row asked for it, on the same side. A change of the price is known and not measured: it acts at once.
-  A fleet smaller than asked for, since nobody offers more, is a normal state.
-- The least useful go first: who leaves anyhow, then who costs the most for what it writes, then the newest.
+  A fleet smaller than asked for, because the market offers no more, is a normal state.
+- The least useful workers go first: those that leave anyhow, then the most expensive per token, then the newest.
 
-Left out: acting on it (run/keeping.py, sim/holding.py), and what a market will do.
+Left out: acting on it (run/keeping.py, sim/holding.py), and forecasts of a market.
 """
 
 import math

@@ -1,8 +1,8 @@
 """How long answers are: a survival function learned from samples that finished and samples that were cut off.
 
 Rules kept here:
-- A sample cut off at n tokens (aborted, or at the cap) says that its answer is longer than n, and says it for ever:
-  it counts in every bin that it outlived and in none after. Leaving such samples out makes answers look short exactly
+- A sample cut off at n tokens (aborted, or at the cap) is censored: its answer is longer than n, so it counts in every
+  bin that it outlived and in none after. Leaving such samples out makes answers look short exactly
   where it hurts (the life-table form of Kaplan and Meier; a cut sample counts for half of the bin it was cut in).
 - Beyond the longest sample seen nothing is known: survival stays level there, and remaining lengths lean on the guess
   "half of what the cap leaves", which weighs as much as one sample.
@@ -64,7 +64,7 @@ class LengthModel(msgspec.Struct):
     area_at: list[float] = msgspec.field(default_factory=lambda: list(EDGES))
 
     def observe(self, num_tokens: int, *, finished: bool) -> None:
-        """A sample ended at `num_tokens` (finished), or was stopped there and would have gone on."""
+        """Count a sample that ended at `num_tokens` (finished), or was stopped there and would have gone on."""
         (self.unseen_finished if finished else self.unseen_cut).append(num_tokens)
         self.num_observed = num_observed = self.num_observed + 1
         num_unseen = len(self.unseen_finished) + len(self.unseen_cut)

@@ -1,4 +1,4 @@
-"""Which running samples move to another worker although their own is alive.
+"""Migration: which running samples move to another worker although their own is alive.
 
 There are three reasons. An engine holds samples back because its KV cache is full, while another worker has credit: the
 youngest samples move. Or a worker has few samples while another runs many: a sample that moves decodes faster there,

@@ -77,7 +77,8 @@ def _shuffled(num_prompts: int, seed: int, epoch: int) -> tuple[PromptId, ...]:
 
 
 def finalize(number: int) -> int:
-    """splitmix64's finaliser (Stafford's mix 13): a bijection of 64-bit integers in which every bit moves every bit."""
+    """Apply splitmix64's finaliser (Stafford's mix 13): a bijection of 64-bit integers in which every bit moves every
+    bit."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
     return number ^ (number >> 31)

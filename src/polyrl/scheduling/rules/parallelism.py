@@ -15,10 +15,10 @@ Rules kept here:
   to while another fits.
 
 The prediction is a lock-step fluid: at token t a copy runs its share of the samples that earlier rounds of the kind
-still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits. How far
-samples ran counts those that were stopped as it counts those that ended: a race that closes early is over early. To it
-is added how long recent rounds of the kind waited for rewards after their last sample, at any width. Where the pool of
-rewards, which score beside generation, was full to the end, the round is taken to be as long at every faster width.
+still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits. Stopped samples count
+with the tokens that they reached, as ended ones do: a race that closes early is over early. To it is added how long
+recent rounds of the kind waited for rewards after their last sample, at any width. Where the pool of rewards, which
+score beside generation, was full to the end, the round is taken to be as long at every faster width.
 
 Left out: prefill, queueing inside an engine, and whether to plan at all (`enabled` is read by the caller).
 """
@@ -193,7 +193,8 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
 
 
 def capacity_tokens(shape: ModelShape, tp: int, memory_bytes: int, fraction: float) -> int:
-    """Tokens of KV cache that a copy on `tp` devices holds. Beyond one device a KV head, heads are stored again."""
+    """Return the tokens of KV cache that a copy on `tp` devices holds. Beyond one device a KV head, heads are stored
+    again."""
     free = tp * memory_bytes * fraction - shape.weight_bytes - shape.activation_bytes
     num_copies = max(1.0, tp / shape.num_kv_heads)
     return max(0, int(free / (kv_bytes_per_token(shape) * num_copies)))

@@ -1,24 +1,24 @@
-"""How long an environment's turn may take, and all turns of an episode together, learned from those that ended; and
-whether an episode hangs, or its host.
+"""Time limits of environments' turns and episodes, learned from those that ended; and whether a late turn means a
+hanging episode or a hanging host.
 
 A turn is the time from an answer to the environment's next call, or to the episode's end; the first begins with the
 episode. An episode's time is the sum of its turns. With one limit for every environment, a tool call that never ends
-holds its episode for ten minutes where turns take a second, and a harness that goes in circles for an hour.
+holds its episode for ten minutes where turns take a second, and a harness that loops holds it for an hour.
 
 Rules kept here, for turns and for episodes alike:
-- The limit is five times what 999 of 1000 of the environment's took that ended, or five times the longest one of the
-  same task that ended, whichever is longer; from the least to the most that is set. A turn or episode that was stopped
-  at its limit moves nothing: an endless tool call must not buy the next one more time.
-- The most that is set until the environment was watched for that long: before, those that ended are the quick ones. So
-  too while fewer than 64 have ended. Every fiftieth or so gets it all the same, so that what is slow for a reason can
-  raise the limit.
-- A turn has the most too at a host that has not made its first move: a new process may be loading.
-- At a turn's limit it is the episode that hangs if another one of its host has moved within half of that time. If none
-  has, the host hangs if another one has had the move for half of it too, or there is no other one, as nobody can tell.
-  If the others have only just got the move, or wait for the policy, they are watched for up to the same time again. An
-  episode that stood still at a host which hung, and does so again at the next one, is taken for the cause.
-- Memory is bounded: a task is remembered only if one of it took longer than most, and those met longest ago are
-  forgotten first.
+- The limit is five times the 99.9th percentile of the environment's ended turns (or episodes), or five times the
+  longest one of the same task, whichever is longer, within the minimum and maximum of the recipe. A turn or episode
+  that was stopped at its limit does not count: an endless tool call must not buy the next one more time.
+- The maximum applies until the environment was watched for that long, since only the quick turns have ended before, and
+  until 64 have ended. About every fiftieth turn gets the maximum later too, so that turns that are slow for a reason
+  can raise the limit.
+- The maximum also applies at a host that has not made its first move: a new process may be loading.
+- At a turn's limit the episode hangs if another episode of its host has moved within half of that time. Otherwise the
+  host hangs if another episode has had the move for half of that time too, or if there is no other episode to compare
+  with. If the others have only just got the move, or wait for the policy, they are watched for up to the same time
+  again. An episode that hung together with its host, and hangs again at the next host, is taken for the cause.
+- Memory is bounded: a task is remembered only if one of its turns took longer than most, and the tasks met longest ago
+  are forgotten first.
 
 Left out: acting on it (parts/turns, parts/episodes), and what a time-out earns.
 """

@@ -1,4 +1,4 @@
-"""Reward budgets: how long one test case may run, and which reward to run first.
+"""Reward budgets: time limits of test cases, and the order in which rewards run.
 
 With a fixed limit of 30 s, 5% of all sandbox runs use all of it, while 93% end in about a second. The time a case needs
 is known once a correct answer has run it.
@@ -6,7 +6,7 @@ is known once a correct answer has run it.
 Rules kept here:
 - The limit of a case is 1.5 times the longest CPU time of a CORRECT run of it so far (its anchor), from `t_min_s` to
   `t_max_s`. Wrong runs never move an anchor: an endless loop must not buy the next one more time.
-- No anchor yet: `t_max_s`. One run in fifty gets `t_max_s` all the same, so slower valid answers can raise it.
+- No anchor yet: `t_max_s`. One run in fifty gets `t_max_s` anyway, so slower valid answers can raise the limit.
 - A failure of the infrastructure is tried again, and then drops the sample with a reason. It is never a zero.
 - Memory is bounded: the cases that were learned of first are forgotten first, a sixteenth at a time.
 
@@ -38,7 +38,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slots: AtLeastOne = 64
     """Rewards that run at once."""
     wall_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
-    """The least wall time after which an attempt that nobody answers is lost, the wait for a process included."""
+    """The least wall time after which an unanswered attempt is lost, the wait for a process included."""
     as_finished: bool = True
     """Score each sample when its answer ends. Off: all of a round when the last one has ended."""
 

@@ -1,11 +1,11 @@
-"""Which worker a sample goes to: the least loaded of those with credit, or the one that knows its prompt already.
+"""Routing: a sample goes to the least loaded worker with credit, or to one that has its prompt in the cache.
 
 A worker's credit is what its measured plateau, or what it has earned if that is less (credit.py), leaves beside the
 samples it has. Samples that find no credit wait with us, not in an engine's queue, so a worker that joins late finds
 work. A fresh sample whose siblings run on a worker
 follows them (their prompt's cache is there) while that worker is loaded by at most `prefix_imbalance` more than the
 least loaded one. While some of the trainer's own workers still turn to generating, the others take no more than their
-share of what waits (`cap`): the first to turn would take it all.
+share of the waiting samples (`cap`): the first to turn would take them all.
 
 The heap may hold outdated entries; each is checked against its worker when it comes up, and all of them go when they
 are many. Ties are broken by spot (reserved machines first) and by seat, so a rebuilt router decides as the old one did.
@@ -21,8 +21,8 @@ from polyrl.scheduling.core.parameters import RoutingConfig
 
 HeapEntry = tuple[float, bool, int]
 _OUTDATED = 64
-"""Entries beyond those of the workers with credit that are let be: a worker whose load rises and falls without ever
-being the highest would leave some behind with every round."""
+"""Outdated entries that are tolerated: a worker whose load rises and falls without ever coming up would leave some
+behind in every round."""
 
 
 class Router:
@@ -65,7 +65,7 @@ class Router:
             self.loads.pop(seat, None)
 
     def cap(self, level: float, local: Iterable[Worker]) -> None:
-        """Give no local worker more than this load, until it is said anew."""
+        """Give no local worker more than this load, until the next call."""
         self._local_level = level
         for worker in local:
             self.update(worker)

@@ -6,7 +6,7 @@ the time that the trainer trains keep both busy; one more only waits.
 Rules kept here:
 - Advice is rare: only when the number differed from the last advice, on the same side, for two steps in a row.
 - Advice stays within `min_workers` and `max_workers`, and a step that measured nothing advises nothing.
-- No worker is advised for what is written in less time than a worker needs to begin (`BEGIN_S`). The steps of a tiny
+- No worker is advised for work that takes less time than a worker needs to begin (`BEGIN_S`). The steps of a tiny
   model train in milliseconds; a fleet that keeps pace with that would only fetch weights.
 
 - With `enabled`, prices, losses and the time to prepare are weighed (autoscaling.py), and the driver acts on it.
@@ -29,7 +29,7 @@ from polyrl.scheduling.rules.seeding import SAME_FLEET, SeedingState, StepTimes
 
 _GAIN = 0.3
 _FORGET_STEPS = 100
-"""Steps after which it is forgotten how long a step took with so many workers."""
+"""Steps after which a measured step time of a fleet size is forgotten."""
 _HOLD_S = 60.0
 """An advice stands for at least so long, and for twice the time to prepare: a worker should be there before it goes."""
 _OTHER_PRICE = 0.1
@@ -63,14 +63,14 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ScalingState(msgspec.Struct):
     last_advice: int | None = None
     num_above: int = 0
-    """Steps in a row that asked for more than the last advice, and below: for fewer."""
+    """Steps in a row that asked for more workers than the last advice, and in the next field for fewer."""
     num_below: int = 0
     offered_usd_per_hour: float | None = None
     """The price of another worker, as the driver said last."""
     offered: int | None = None
     """How many workers could be had in all, as the driver said last."""
     num_lost: int = 0
-    """Workers that were lost or taken, since the run began, and below: the worker-seconds that there were meanwhile."""
+    """Workers that were lost or taken since the run began, and in the next field the worker-seconds of that time."""
     worker_s: Seconds = 0.0
     prepare_s: Seconds = 0.0
     """The mean time from a worker's start until it can write; 0: not seen yet."""
@@ -87,14 +87,14 @@ class ScalingState(msgspec.Struct):
     """By kind of round: the model of a step."""
 
     def saw_step(self, num_workers: int, s_per_token: float, step: int) -> None:
-        """A step was trained with a fleet that did not change."""
+        """Learn from a step whose fleet did not change."""
         before = self.seen.get(num_workers)
         known = s_per_token if before is None else before[0] + (s_per_token - before[0]) * _GAIN
         self.seen[num_workers] = known, step
         self.seen = {number: one for number, one in self.seen.items() if step - one[1] <= _FORGET_STEPS}
 
     def saw_ready(self, prepare_s: Seconds) -> None:
-        """A worker can write for the first time, so long after its start."""
+        """Learn how long a worker took from its start until it could write."""
         self.prepare_s = prepare_s if self.prepare_s == 0.0 else self.prepare_s + (prepare_s - self.prepare_s) * _GAIN
 
 

@@ -2,13 +2,14 @@
 
 They hold the newest weights while the fleet still pulls them. Too short a window and the trainer waits for samples; too
 long and the fleet waits for the trainer. After each step the window moves by a third of the difference of the two
-waits, and what was learned is remembered by the number of workers, so a fleet size that returns starts right.
+waits, and the learned window is remembered by the number of workers, so a fleet size that returns starts right.
 
 Rules kept here:
 - Zero workers: the window is unbounded in every mode. Generation is local and the step completes.
 - Nothing is learned from a step that ends with zero workers, and no constants for a model are preloaded.
 - A value is remembered only for a fleet that did not change during the step.
-- A correction that turns back on the one before it is at most half as big (`damped`). A second of seeding moves the
+- A correction in the opposite direction of the one before is at most half as big (`damped`). A second of seeding moves
+  the
   round's end by 1 + 1/(n r) seconds, n workers each r times as fast as the trainer; with one worker at r = 0.2 that is
   six, and a third of six overshoots by as much as it corrects: the plain rule swings between 180 s and 221 s for ever.
 
@@ -24,7 +25,7 @@ from polyrl.ids import Seconds
 from polyrl.scheduling.core.bounds import NotNegative
 
 SAME_FLEET = 0.05
-"""A mean number of workers this near the present one is that of a fleet that did not change."""
+"""A fleet counts as unchanged when its mean number of workers was this near the present one."""
 
 
 class SeedingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

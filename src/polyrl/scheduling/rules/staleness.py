@@ -1,4 +1,4 @@
-"""Which version may write for which step.
+"""Staleness: which weight version may write tokens for which step.
 
 Step t is trained on tokens of version t - k at the oldest, where k is `max_staleness`; 0 is strictly on-policy. The
 rule is kept by pace, never by discarding: a round opens only when the newest published version is fresh enough for all

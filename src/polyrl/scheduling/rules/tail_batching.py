@@ -1,8 +1,8 @@
-"""Which prompts the next round starts: long answers wait, together, for rare long rounds.
+"""Tail batching: which prompts the next round starts. Prompts with long answers wait, together, for rare long rounds.
 
 A SHORT round starts more prompts, and more samples of each, than the step needs, and keeps the first to end; prompts
 that came too late are deferred. When every domain has enough deferred prompts, a LONG round takes the oldest, without
-extras, and everything in it ends. With a factor of 1.25 that is four short rounds, then one long.
+extras, and waits for every answer. With a factor of 1.25 that is four short rounds, then one long.
 
     off         every round takes what the step needs and waits for all of it
     race        the published rule: prompts race, and the samples of a prompt race (trains on order statistics: biased)
@@ -10,8 +10,8 @@ extras, and everything in it ends. With a factor of 1.25 that is four short roun
     designated  extras run, but the samples to train are chosen before sampling; the extras only decide who is deferred
     predicted   short or long is chosen before sampling, from lengths of the prompt's earlier samples: no bias
 
-How long an episode is can be its drawn tokens, or its time from beginning to end (`episode_length`): where tools take
-the time, a task of few tokens may be the one that a round waits for.
+An episode's length is its drawn tokens, or its time from beginning to end (`episode_length`): where tools take the
+time, a round may wait for a task of few tokens.
 
 Laws: a prompt is trained exactly once an epoch (or dropped with a reason); it is deferred at most once, since a long
 round takes the oldest and defers none; at staleness 0 a domain never has as many deferred prompts as its share of a
@@ -103,8 +103,8 @@ class TailBatching(Struct):
     watched_samples: int = 0
     """What was trained since the guard judged last."""
     least_expected: float = math.inf
-    """The least mean length that was expected meanwhile: after a long round it is highest, and before the first one
-    nobody has seen how long the longest are."""
+    """The least mean length expected since then: it is highest after a long round, and before the first one the longest
+    answers are unknown."""
 
 
 def in_force(config: RoundsConfig, state: TailBatching) -> RoundsConfig:
@@ -151,7 +151,7 @@ def start(config: RoundsConfig, num_domains: int) -> TailBatching:
 
 
 def num_samples_of(config: RoundsConfig, factors: Factors, kind: RoundKind) -> int:
-    """Samples that a prompt of such a round starts."""
+    """Return the number of samples that a prompt of such a round starts."""
     extras = kind == "short" and config.tail_batching in ("race", "designated")
     return math.ceil(factors.samples * config.samples_per_prompt) if extras else config.samples_per_prompt
 
@@ -305,7 +305,7 @@ class Planner:
     def _take_predicted_short(
         self, state: TailBatching, domain: int, quota: int, max_passed: int, step: Step
     ) -> tuple[list[PlannedPrompt], int]:
-        """`quota` prompts, passing over (deferring unsampled) up to `max_passed` that are predicted to be long."""
+        """Take `quota` prompts, passing over (deferring unsampled) up to `max_passed` that are predicted to be long."""
         threshold = self._means_of(state, domain).quantile(1.0 / state.factors.prompts)
         taken: list[PlannedPrompt] = []
         passed = 0

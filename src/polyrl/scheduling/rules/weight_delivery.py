@@ -7,9 +7,9 @@ waits for one; workers that pass nothing on come last, or all would wait for the
 A region is a name that workers give; those without one are near the trainer. A version enters a region once: while a
 peer of its own region has it or is getting it, a worker waits for that peer rather than pull over the long link.
 
-A worker that failed to pull from a peer gets that version from the trainer, however many others do; nobody is sent to a
-peer with which two have failed. A worker whose pull failed tries again after a growing pause, and keeps its old version
-meanwhile.
+A worker that failed to pull from a peer gets that version from the trainer, even beyond `trainer_uploads`; a peer with
+which two workers have failed serves no more. A worker whose pull failed tries again after a growing pause, and keeps
+its old version meanwhile.
 """
 
 import heapq
@@ -90,10 +90,10 @@ def _can_serve(worker: Worker) -> bool:
 
 
 def _fed(fleet: list[Worker], newest: Version) -> dict[int, bool]:
-    """Return the seats from which the chain of sources ends at a holder or at the trainer, not at one that waits for a
+    """Return the seats from which the chain of sources ends at a holder or at the trainer, not at a worker without a
     source.
 
-    Without this, a worker that lost its source could be sent to one that pulls from it, and both wait for ever.
+    Without this, a worker that lost its source could be sent to its own puller, and both would wait for ever.
     """
     feeds = {worker.seat: worker.source for worker in fleet if worker.pulling == newest}
     known = {TRAINER: True} | {worker.seat: True for worker in fleet if worker.version == newest}

@@ -1,7 +1,7 @@
 """The samples that a step was trained on, as a file: an entry of the redo log, and later a page of the run's samples.
 
     RUN/checkpoints/redo/step-000012     while a resumed run may have to train the step again (redo.py)
-    RUN/samples/step-000012              after that, for people who look at answers (`polyrl samples`)
+    RUN/samples/step-000012              after that, for `polyrl samples`
 
 Rules kept here: a file is verified when it is read. An entry that is no longer needed for training is moved; it is
 copied only if the samples are on another disk. When all samples together exceed their limit, the oldest are removed.
@@ -9,16 +9,19 @@ Nothing here knows a model.
 """
 
 import errno
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import blake3
 import msgspec
-from msgspec import Struct
+import numpy as np
+from msgspec import Meta, Struct
 
 from polyrl.disk import write_whole
-from polyrl.errors import UserError
-from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
+from polyrl.errors import UserError, one_line
+from polyrl.trainer.batch import TrainGroup, TrainSample, decode_groups, encode_groups
 
 REDO_FOLDER = "checkpoints/redo"
 SAMPLES_FOLDER = "samples"
@@ -27,6 +30,8 @@ DEFAULT_SAMPLES_BYTES = 1 << 30
 _FIRST_LINE = b"polyrl-redo 1\n"
 _DIGEST_BYTES = 32
 _STEP = "step-"
+_KINDS, _NUM_NEEDED = ("<i4", "<i4", "<f4", "<f4", "<i4", "<i4"), 3
+Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class Entry(Struct, frozen=True):
@@ -70,7 +75,54 @@ def read(path: Path) -> Entry:
     body = data[head + _DIGEST_BYTES :]
     if not data.startswith(_FIRST_LINE) or data[head : head + _DIGEST_BYTES] != blake3.blake3(body).digest():
         raise Damaged(f"{path}: is damaged, or cut short")
-    return msgspec.msgpack.decode(body, type=Entry)
+    try:
+        entry = msgspec.msgpack.decode(body, type=Entry)
+        for group in entry.groups():
+            for sample in group:
+                _check(sample)
+    except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path}: is no entry of this PolyRL: {one_line(error)}") from error
+    return entry
+
+
+def _check(sample: TrainSample) -> None:
+    """Raise ValueError for what no run writes: anybody can make a file with the right digest."""
+    lists = (sample.prompt, sample.answer, sample.logprobs, sample.old_logprobs, sample.drawn, sample.order)
+    for place, (one, kind) in enumerate(zip(lists, _KINDS, strict=True)):
+        if not (isinstance(one, np.ndarray) and one.dtype.str == kind) and (one is not None or place < _NUM_NEEDED):
+            raise ValueError(f"a list of a sample that is none of {kind}")
+    if any(len(one) and one.min() < 0 for one in (sample.prompt, sample.answer)):
+        raise ValueError("a token id below 0")
+    num_answer, num_drawn = len(sample.answer), len(sample.logprobs)
+    if num_drawn != (num_answer if sample.drawn is None else len(sample.drawn)):
+        raise ValueError(f"{num_drawn} log-probabilities that do not fit their answer")
+    if sample.drawn is not None and num_drawn and not 0 <= sample.drawn.min() <= sample.drawn.max() < num_answer:
+        raise ValueError(f"drawn tokens beyond the {num_answer} of an answer")
+    facts = msgspec.convert(_facts_of(sample), _Facts)
+    if not all(map(math.isfinite, (facts.reward, *facts.parts.values()))):
+        raise ValueError("a reward that is no finite number")
+    if sum(one.num_tokens for one in facts.written_by) not in (0, num_drawn):
+        raise ValueError(f"segments that do not fit {num_drawn} drawn tokens")
+
+
+def _facts_of(sample: TrainSample) -> tuple[Any, ...]:
+    return sample.reward, sample.group, sample.finish, sample.written_by, sample.parts, sample.episode
+
+
+class _Segment(Struct, array_like=True):
+    version: int
+    num_tokens: Natural
+    engine: str
+    worker: str
+
+
+class _Facts(Struct, array_like=True):
+    reward: float
+    group: Natural
+    finish: str
+    written_by: tuple[_Segment, ...]
+    parts: dict[str, float]
+    episode: Natural | None
 
 
 def name_of(step: int) -> str:

@@ -47,7 +47,7 @@ class NoAnswer(Exception):
 
 
 def read_firmware(folder: Path = _FIRMWARE) -> str:
-    """Return who made this machine, as its firmware says; empty where it says nothing."""
+    """Return this machine's maker, as its firmware says; empty where it says nothing."""
     said: list[str] = []
     for name in ("sys_vendor", "product_name", "bios_vendor", "chassis_asset_tag"):
         try:
@@ -66,7 +66,7 @@ def address_of(place: NoticePlace) -> str:
 
 
 def left_to_tell(left_s: float) -> float:
-    """Seconds of notice that the manager is given; 0: hand over at once."""
+    """Return the seconds of notice that the manager is given; 0: hand over at once."""
     return max(0.0, left_s - EARLIER_S)
 
 

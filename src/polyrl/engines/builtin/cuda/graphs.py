@@ -25,11 +25,11 @@ class Graphs:
         self._warming = torch.cuda.Stream()
 
     def forget(self) -> None:
-        """Call it when all graphs are gone: the memory of graphs that are gone is nobody's."""
+        """Call it when all graphs are gone: their memory belongs to no graph then."""
         self._memory = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any], prepare: Callable[[], object] = lambda: None) -> Captured:
-        """`prepare` is called before each run, and is not captured."""
+        """Capture a graph. `prepare` is called before each run, and is not captured."""
         current = torch.cuda.current_stream()
         self._warming.wait_stream(current)
         with torch.cuda.stream(self._warming):

@@ -40,7 +40,7 @@ def finite(x):
 
 @triton.jit
 def _at(block, within, heads, dims, NUM_KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the heads of one token lie in a layer's cache: (heads, dim)."""
+    """Return where the heads of one token lie in a layer's cache: (heads, dim)."""
     return ((block * NUM_KV + heads[:, None]) * BLOCK + within) * DIM + dims[None, :]
 
 
@@ -325,7 +325,7 @@ def _(
 def _stretch_kernel(
     logits, temperatures, best, total, stride, vocab, NUM: tl.constexpr, STRETCH: tl.constexpr, COLD: tl.constexpr
 ):  # fmt: skip
-    """The maximum of a stretch, and the sum of what is left of the others beside it."""
+    """Compute the maximum of a stretch, and the sum of the exponentials beside it."""
     row, number = tl.program_id(0), tl.program_id(1)
     at = number * STRETCH + tl.arange(0, STRETCH)
     temperature = tl.load(temperatures + row)
@@ -341,7 +341,7 @@ def _pick_kernel(
     logits, temperatures, best, total, uniforms, tokens, logprobs, stride, vocab,
     NUM: tl.constexpr, PADDED: tl.constexpr, STRETCH: tl.constexpr, COLD: tl.constexpr,
 ):  # fmt: skip
-    """The stretch that the random number falls into, and there the first token at which the sum passes it.
+    """Pick the stretch that the random number falls into, and there the first token at which the sum passes it.
 
     The likeliest token of all, if the temperature is as good as zero. The stretch was summed in another order: a number
     beyond its end by that much takes its likeliest token, never one without weight. The running sum is of float64: it

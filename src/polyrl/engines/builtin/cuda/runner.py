@@ -250,7 +250,7 @@ class CudaRunner:
         interrupted: Event | None = None,
         look: OnDrawn | None = None,
     ) -> list[Drawn]:
-        """`num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated.
+        """Decode `num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated.
 
         With a `look` it gets the steps as they come, and the last ones are returned.
         """

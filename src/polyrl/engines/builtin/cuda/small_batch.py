@@ -10,7 +10,8 @@ between them. Here norms, biases, rotations, activations and residual sums are p
     down                      product, residual
 
 Each kernel is launched while the one before it runs (programmatic dependent launch), asks for its weights, which depend
-on nobody, and only then waits. The parameters are those of the modules, merged (merging.py), and read where they are.
+on no other kernel, and only then waits. The parameters are those of the modules, merged (merging.py), and read where
+they are.
 
 Rows do not depend on each other, and are added up in one order whatever their number.
 

@@ -116,7 +116,8 @@ def tiles_kernel(
     """As `one_by_one_kernel`, with tensor cores: columns of the matrix are the rows of a tile.
 
     A program sums a share of each column, and the last of them to end adds the shares up, in their order. `squares` has
-    the sums of squares of `x`, in as many parts as its writer had programs: whoever adds to a residual writes them.
+    the sums of squares of `x`, in as many parts as its writer had programs: each kernel that adds to a residual writes
+    them.
     """
     TYPE: tl.constexpr = out.dtype.element_ty
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -178,7 +179,7 @@ def tiles_kernel(
 def _turned(
     its, is_head, norm_one, norm_two, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr, TYPE: tl.constexpr
 ):
-    """The two halves of heads, normed and turned to their position: (heads, half) each."""
+    """Return the two halves of heads, normed and turned to their position: (heads, half) each."""
     halves = tl.arange(0, HALF)[None, :]
     one = tl.load(its + halves, mask=is_head, other=0.0).to(tl.float32)
     two = tl.load(its + HALF + halves, mask=is_head, other=0.0).to(tl.float32)

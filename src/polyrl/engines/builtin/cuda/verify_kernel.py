@@ -144,5 +144,5 @@ def _(
 
 
 def _tuning(rows: int) -> dict[str, int]:
-    """One warp holds 16 rows, as in decoding."""
+    """Return the kernel's tuning: one warp holds 16 rows, as in decoding."""
     return {"num_warps": min(4, rows // 16), "num_stages": 3 if rows <= 32 else 2}

@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import traceback
 import types
 from typing import Any, NoReturn
@@ -56,8 +55,7 @@ def run(given: list[int], settings: dict[str, Any]) -> NoReturn:
 
 
 def _read_job() -> tuple[dict[str, Any], list[bytes]]:
-    with socket.socket(fileno=os.dup(_LINE_FD)) as line:
-        return frames.read(line, frames.MAX_JOB_BYTES)
+    return frames.read(lambda length: os.read(_LINE_FD, length), frames.MAX_JOB_BYTES)
 
 
 def _raise_walls(settings: dict[str, Any]) -> None:
@@ -76,8 +74,12 @@ def _go_first() -> None:
     """Have the kernel end this process first if the machine runs out of memory. The program's own /proc is read-only,
     so that it cannot take that back."""
     kernel.set_dumpable(allowed=True)  # otherwise the file is root's
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    try:
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(file, b"1000")
+        os.close(file)
+    except OSError:
+        pass
     kernel.set_dumpable(allowed=False)
 
 
@@ -128,6 +130,22 @@ def _take_streams(streams: list[int]) -> None:
     os.closerange(_LINE_FD + 1, os.sysconf("SC_OPEN_MAX"))
 
 
+def open_streams() -> None:
+    """Make Python's streams of descriptors 0 to 2, whatever these will be in a child. Done once, by the zygote."""
+    kept = [os.dup(number) for number in range(3)]
+    ends = os.pipe()  # what a stream believes of its descriptor, such as that it cannot be rewound
+    for number, end in enumerate((ends[0], ends[1], ends[1])):
+        os.dup2(end, number)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115  until the end
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    for number, one in enumerate(kept):
+        os.dup2(one, number)
+    for one in (*kept, *ends):
+        os.close(one)
+
+
 def _take_input(data: bytes) -> None:
     """Make this the standard input: in a pipe if that holds it all, otherwise in a file without a name."""
     near, far = os.pipe()
@@ -164,6 +182,12 @@ def _enter(settings: dict[str, Any]) -> None:
         os.setpgid(0, 0)  # a new session would take longer: the kernel makes a group of the scheduler for each
     home = settings["home"]
     os.chdir(home)
+    if settings["is_unsafe"]:
+        set_environment(home)
+
+
+def set_environment(home: str) -> None:
+    """Have the environment of programs; in a sandbox the zygote has it already."""
     os.environ.clear()
     os.environ.update({"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"})
 
@@ -240,10 +264,6 @@ def _write_value(data: bytes) -> None:
 
 def _run_python(job: dict[str, Any]) -> NoReturn:
     """Run Python source in this process. The interpreter is warm, and starts none of its modules again."""
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115  until the end
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.path.insert(0, os.getcwd())
     sys.path.extend(job["folders"])
     gc.enable()
@@ -330,7 +350,8 @@ def _print_error() -> None:
 
 def _leave(code: int) -> NoReturn:
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

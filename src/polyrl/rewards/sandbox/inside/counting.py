@@ -3,7 +3,7 @@
 Memory means anonymous pages, shared memory and page tables; cached pages of the system's files do not count. A forked
 process shares the zygote's pages until it writes; those would be counted for each, so they are subtracted. A socket can
 hold bytes that no process is charged with; each counts as if it were full. Programs cannot make its buffers larger,
-share memory without a file, or have children that nobody waits for (seccomp.py).
+share memory without a file, or leave children without a parent that waits (seccomp.py).
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_ANONYMOUS = b"RssAnon:"
 
 
 def _socket_bytes() -> int:
@@ -96,16 +97,21 @@ def _own_kb() -> int:
 
 def _status(pid: int) -> bytes:
     """Return what /proc says of a process. Once its first thread has ended, only the other threads tell its memory."""
-    with open(f"/proc/{pid}/status", "rb") as file:
-        status = file.read()
-    if b"RssAnon:" in status:
+    status = _read_status(f"/proc/{pid}")
+    if _ANONYMOUS in status:
         return status
     for path in _threads(pid):
-        with contextlib.suppress(OSError), open(f"{path}/status", "rb") as file:
-            of_thread = file.read()
-            if b"RssAnon:" in of_thread:
+        with contextlib.suppress(OSError):
+            of_thread = _read_status(path)
+            if _ANONYMOUS in of_thread:
                 return of_thread
     return status
+
+
+def _read_status(folder: str) -> bytes:
+    """Return all lines but the first, which is a name of the process's own choice, such as `RssAnon: 0`."""
+    with open(f"{folder}/status", "rb") as file:
+        return file.read().partition(b"\n")[2]
 
 
 def _threads(pid: int) -> list[str]:
@@ -116,7 +122,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _private_kb(status: bytes) -> int:
-    return _kb(status, b"RssAnon:") + _kb(status, b"VmSwap:")
+    return _kb(status, _ANONYMOUS) + _kb(status, b"VmSwap:")
 
 
 def _num_sockets() -> int:

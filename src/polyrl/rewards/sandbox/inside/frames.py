@@ -7,9 +7,12 @@ do not add up to the frame are an error.
 """
 
 import json
-import socket
 import struct
+from collections.abc import Callable
 from typing import Any
+
+Read = Callable[[int], bytes]
+"""Reads at most so many bytes from the other side, and none at its end: a socket's `recv`."""
 
 SIZES = struct.Struct("<II")
 """The length of the whole frame after this prefix, and of its header."""
@@ -51,16 +54,16 @@ def unpack(body: bytes, header_bytes: int) -> tuple[dict[str, Any], list[bytes]]
     return header, pieces
 
 
-def read(line: socket.socket, most: int) -> tuple[dict[str, Any], list[bytes]]:
-    """Read one frame from a blocking socket. Raises BadFrame, or EOFError."""
-    total, header = check_sizes(read_exactly(line, SIZES.size), most)
-    return unpack(read_exactly(line, total), header)
+def read(receive: Read, most: int) -> tuple[dict[str, Any], list[bytes]]:
+    """Read one frame. Raises BadFrame, or EOFError."""
+    total, header = check_sizes(read_exactly(receive, SIZES.size), most)
+    return unpack(read_exactly(receive, total), header)
 
 
-def read_exactly(line: socket.socket, length: int) -> bytes:
+def read_exactly(receive: Read, length: int) -> bytes:
     held = bytearray()
     while len(held) < length:
-        data = line.recv(min(1 << 20, length - len(held)))
+        data = receive(min(1 << 20, length - len(held)))
         if not data:
             raise EOFError("the other side hung up")
         held += data

@@ -14,6 +14,9 @@ _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVILEGES, _AMBIENT, _CLEAR_ALL = 4, 2
 _CAPABILITIES_V3 = 0x20080522
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAPGET = {"x86_64": 125, "aarch64": 90}
+_CAPABILITIES = ctypes.create_string_buffer(struct.pack("<Ii", _CAPABILITIES_V3, 0)), ctypes.create_string_buffer(24)
+"""None, of this process."""
+_LEFT = ctypes.create_string_buffer(24)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MACHINE = os.uname().machine
 
@@ -43,11 +46,9 @@ def set_dumpable(*, allowed: bool) -> None:
 def drop_capabilities() -> None:
     """Give up every capability, and check that none is left. Raises OSError."""
     _prctl("PR_CAP_AMBIENT", _AMBIENT, _CLEAR_ALL)
-    header = ctypes.create_string_buffer(struct.pack("<Ii", _CAPABILITIES_V3, 0))
-    _check("capset", _LIBC.syscall(_CAPSET[_MACHINE], header, ctypes.create_string_buffer(24)))
-    left = ctypes.create_string_buffer(24)
-    _check("capget", _LIBC.syscall(_CAPGET[_MACHINE], header, left))
-    if any(left.raw):
+    _check("capset", _LIBC.syscall(_CAPSET[_MACHINE], *_CAPABILITIES))
+    _check("capget", _LIBC.syscall(_CAPGET[_MACHINE], _CAPABILITIES[0], _LEFT))
+    if any(_LEFT.raw):
         raise PermissionError("capabilities are left")
 
 

@@ -1,9 +1,10 @@
 """The tests' side of a pytest run: the module `solution`, of which every use is asked of the program's process.
 
 Rules kept here: plain data of the program arrives as plain data, so that no class of its own decides what equals what.
-An object of the program equals itself; it is compared with another one by the program, and with plain data it is
-unequal. Arithmetic with plain data gives an object of the program or an error, and `in` looks through the items here.
-Otherwise an answer could return an object that claims to equal everything, or whose difference from everything is 0.
+An object of the program equals itself; it is compared with another one by the program, and with plain data by its
+contents, as those of a named tuple, or is unequal. Arithmetic with plain data gives an object of the program or an
+error, and `in` looks through the items here. Otherwise an answer could return an object that claims to equal
+everything, or whose difference from everything is 0.
 Left out: functions of the tests as arguments. Arguments are plain data or the program's own objects.
 """
 
@@ -29,11 +30,31 @@ class Client:
     def request(self, target: int, op: str, *args: Any, **kwargs: Any) -> Any:
         request = {"target": target, "op": op, "args": self._encode(list(args)), "kwargs": self._encode(kwargs)}
         self._line.sendall(frames.pack(request, []))
-        _, (body,) = frames.read(self._line, MAX_BYTES)
+        _, (body,) = frames.read(self._line.recv, MAX_BYTES)
         said = values.from_bytes(body)
-        if "value" in said:
-            return values.decode(said["value"], other=self._make)
-        raise self._exception(said["raised"])(str(said["text"]))
+        sys.stdout.write(str(said["printed"]))
+        if "value" not in said:
+            raise self._raised(said)
+        value = self._decode(said["value"])
+        if op == "call" and value is None:
+            for own, theirs in zip(args, self._decode(said["args"]), strict=True):
+                _change(own, theirs)
+        return value
+
+    def _decode(self, said: Any) -> Any:
+        return values.decode(said, other=self._make)
+
+    def _raised(self, said: Any) -> Exception:
+        """Return the exception that the program raised, with its arguments. Those of Python check them, so that a
+        program that lies about them raises something else."""
+        kind = self._exception(said["raised"])
+        try:
+            error = kind(*self._decode(said["args"]))
+        except Exception:  # noqa: BLE001  its constructor may raise anything
+            error = kind(str(said["text"]))
+        if number_of(kind) is not None:
+            error.__dict__[_KEPT] = RemoteObject(self, int(said["number"]), kind.__name__), str(said["text"])
+        return error
 
     def _encode(self, value: Any) -> Any:
         def refer(one: Any) -> int:
@@ -62,7 +83,31 @@ class Client:
         own = getattr(builtins, name, None)
         if isinstance(own, type) and issubclass(own, Exception):
             return own
-        return type(name, (self._exception(above),), {_KEPT: number}) if above else Exception
+        own_parts = {_KEPT: number, "__str__": _text_of, "__getattr__": _attribute_of}
+        return type(name, (self._exception(above),), own_parts) if above else Exception
+
+
+def _text_of(error: Exception) -> str:
+    return error.__dict__[_KEPT][1] if _KEPT in error.__dict__ else Exception.__str__(error)
+
+
+def _attribute_of(error: Exception, name: str) -> Any:
+    if name.startswith("__") or _KEPT not in error.__dict__:
+        raise AttributeError(name)
+    return getattr(error.__dict__[_KEPT][0], name)
+
+
+def _change(own: Any, theirs: Any) -> None:
+    """Have a list, dict or set of the tests hold what a function that returned nothing has made of it. Were it done
+    for others too, a result could be made right by clearing what it is compared with."""
+    match own:
+        case list() if type(theirs) is list:
+            own[:] = theirs
+        case dict() | set() if type(theirs) is type(own):
+            own.clear()
+            own.update(theirs)
+        case _:
+            pass
 
 
 class RemoteObject:
@@ -77,6 +122,9 @@ class RemoteObject:
     def __setattr__(self, name: str, value: Any) -> None:
         _request(self, "set", name, value)
 
+    def __delattr__(self, name: str) -> None:
+        _request(self, "delete", name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _request(self, "call", *args, **kwargs)
 
@@ -87,7 +135,10 @@ class RemoteObject:
         return number_of(value) is not None and _request(self, "is_instance", value) is True
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (number_of(other) is not None and _request(self, "eq", other) is True)
+        if self is other or number_of(other) is not None:
+            return self is other or _request(self, "eq", other) is True
+        contents = _request(self, "contents")
+        return type(contents) is list and len(contents) == 1 and contents[0] == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -164,7 +215,10 @@ for _name in ("len", "iter", "str", "repr", "int", "float", "enter"):
     setattr(RemoteObject, f"__{_name}__", _forward(_name))
 for _name, _op in (("getitem", "item"), ("setitem", "set_item"), ("delitem", "delete_item")):
     setattr(RemoteObject, f"__{_name}__", _forward(_op))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "abs", "neg"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(RemoteObject, f"__{_name}__", _compute(_name))
+    setattr(RemoteObject, f"__r{_name}__", _compute(f"r{_name}"))
+for _name in ("abs", "neg"):
     setattr(RemoteObject, f"__{_name}__", _compute(_name))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(RemoteObject, f"__{_name}__", _order(_name))

@@ -13,7 +13,7 @@ PROGRAM = "solution"
 """The name of the module that a program is."""
 
 
-_PLAIN: tuple[Any, ...] = (int, float, str, dict, list, tuple, set, frozenset)
+PLAIN: tuple[Any, ...] = (int, float, str, dict, list, tuple, set, frozenset)
 
 
 class NotPlain(Exception):
@@ -38,7 +38,7 @@ def encode(value: Any, depth: int = 0, other: Callable[[Any], Any] | None = None
     if kind in (bytes, bytearray):
         return {"bytes": bytes(value).hex()}
     if other is None or kind.__module__ != PROGRAM:  # of a subclass, its contents
-        for plain in _PLAIN:
+        for plain in PLAIN:
             if isinstance(value, plain):
                 return encode(plain(value), depth + 1, other)
     return {"other": str(kind.__name__) if other is None else other(value)}
@@ -96,5 +96,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """Make a tuple of a list that is in a set, or a key: it was one."""
+    """Make a tuple of a list that is in a set, or a key, and a frozenset of a set: it was one."""
+    if isinstance(value, set):
+        return frozenset(value)
     return tuple(_hashable(one) for one in value) if isinstance(value, list) else value

@@ -51,6 +51,8 @@ def main() -> None:
     _hide_own_modules()
     sys.argv = ["main.py"]
     os.umask(0o022)
+    child.open_streams()
+    child.set_environment(settings["home"])
     gc.collect()
     gc.freeze()
     gc.disable()  # until a program runs: a collection touches, and so copies, all memory that a fork shares
