@@ -86,7 +86,9 @@ class WarmProcess(subprocess.Popen[str]):
         socket.send_fds(_forks(), [wanted], [output, errors, tells])
         os.close(tells)
         self._close_pipe_fds(*descriptors)  # type: ignore[attr-defined]
-        self.pid = int.from_bytes(os.read(self._told, 4), "little")
+        told = os.read(self._told, 4)
+        assert told, "the process that forks has ended"
+        self.pid = int.from_bytes(told, "little")
 
     def _try_wait(self, flags: int) -> tuple[int, int]:
         if flags & os.WNOHANG and not select.select([self._told], [], [], 0)[0]:

@@ -17,6 +17,19 @@ NO_VERB = re.compile(
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def fields() -> Iterator[tuple[str, str]]:
+    """The strings below attributes."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for one in getattr(node, "body", []) if isinstance(node, ast.ClassDef | ast.Module) else []:
+                if (
+                    isinstance(one, ast.Expr)
+                    and isinstance(one.value, ast.Constant)
+                    and isinstance(one.value.value, str)
+                ):
+                    yield f"{path.relative_to(PACKAGE)}:{one.lineno}", one.value.value
+
+
 def documented() -> Iterator[tuple[str, ast.AST, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -35,6 +48,11 @@ def does_something(node: ast.AST) -> bool:
 def test_no_sentence_begins_with_a_bare_who_what_or_one():
     found = [f"{where}: {riddle[0]}" for where, _, text in documented() for riddle in NO_SUBJECT.finditer(text)]
     assert not found, "\n".join(found)
+
+
+def test_no_docstring_and_no_field_begins_with_a_bare_who_or_what():
+    texts = [*fields(), *((where, text) for where, _, text in documented())]
+    assert [where for where, text in texts if re.match(r"(Who|Whoever|Whose|What|Those) ", text)] == []
 
 
 def test_a_function_says_in_its_first_words_what_it_does():

@@ -69,9 +69,66 @@ class ConformingTrainer(Protocol):
         ...
 
 
+class CaseRequest(NamedTuple):
+    session: str
+    """Empty: none is said."""
+    saw: list[int]
+    retry: int = 0
+    """How many times the client has sent this request before."""
+    got: list[int] | None = None
+    """The tokens of the answer; None: it is refused."""
+
+
+class ServedCase(NamedTuple):
+    name: str
+    bug: str
+    wrong: str
+    opens: list[str]
+    """The session of each episode that begins, in order."""
+    draws: list[list[int]]
+    """What the policy draws, one answer after the other."""
+    requests: list[CaseRequest]
+    trained: dict[str, list[CaseSequence]]
+    """By session, the sequences that its episode is trained on."""
+    refused: tuple[int, ...] = ()
+    """The indices of the episodes that may not begin."""
+
+
+class ConformingServer(Protocol):
+    """Answers the requests of episodes, by their sessions. Made with what its policy draws."""
+
+    def __init__(self, draws: list[list[int]]) -> None: ...
+
+    def open(self, session: str) -> bool:
+        """Begin an episode. Return whether it may have this session."""
+        ...
+
+    def ask(self, session: str, saw: list[int], retry: int) -> list[int] | None:
+        """Send a request as a client does. Return the drawn tokens; None: it was refused."""
+        ...
+
+    def close(self) -> dict[str, list[CaseCall]]:
+        """End all episodes. Return the calls that each is trained on, by session."""
+        ...
+
+
 def read_cases() -> list[Case]:
-    found = tomllib.loads((Path(__file__).parent / "cases.toml").read_text(encoding="utf-8"))
-    return [Case(**{**case, "episodes": [_episode(each) for each in case["episodes"]]}) for case in found["case"]]
+    found = _read("cases.toml")
+    return [Case(**{**case, "episodes": [_episode(each) for each in case["episodes"]]}) for case in found]
+
+
+def read_served_cases() -> list[ServedCase]:
+    return [ServedCase(**{**case, **_served(case)}) for case in _read("served.toml")]
+
+
+def _read(file: str) -> list[dict[str, Any]]:
+    return tomllib.loads((Path(__file__).parent / file).read_text(encoding="utf-8"))["case"]
+
+
+def _served(said: dict[str, Any]) -> dict[str, Any]:
+    trained = {session: [CaseSequence(**each) for each in its] for session, its in said["trained"].items()}
+    requests = [CaseRequest(**each) for each in said["requests"]]
+    return {"requests": requests, "trained": trained, "refused": tuple(said.get("refused", ()))}
 
 
 def _episode(said: dict[str, Any]) -> CaseEpisode:

@@ -7,7 +7,31 @@ from collections import defaultdict
 from collections.abc import Callable
 from statistics import mean, stdev
 
-from .adapter import FIXED_TOKENS, CaseEpisode, CaseSequence
+from .adapter import FIXED_TOKENS, CaseCall, CaseEpisode, CaseSequence
+
+
+class PlainServer:
+    def __init__(self, draws: list[list[int]]) -> None:
+        self._draws = iter(draws)
+        self._calls: dict[str, list[CaseCall]] = {}
+
+    def open(self, session: str) -> bool:
+        is_free = session not in self._calls
+        self._calls.setdefault(session, [])
+        return is_free
+
+    def ask(self, session: str, saw: list[int], retry: int) -> list[int] | None:
+        if session not in self._calls:
+            return None
+        calls = self._calls[session]
+        earlier = [call.drew for call in calls if call.saw == saw]
+        if not (retry and earlier):
+            calls.append(CaseCall(saw, next(self._draws)))
+            return calls[-1].drew
+        return earlier[-1]
+
+    def close(self) -> dict[str, list[CaseCall]]:
+        return self._calls
 
 
 class PlainTrainer:

@@ -1,14 +1,29 @@
-"""Every case of cases.toml, for the trainer that CONFORMANCE_TRAINER names as module:class; without it for PolyRL's."""
+"""Every case of cases.toml, for the trainer that CONFORMANCE_TRAINER names as module:class; without it for PolyRL's.
+
+And every case of served.toml, for the server that CONFORMANCE_SERVER names; without both for PolyRL's.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import pytest
 
-from .adapter import Case, CaseSequence, ConformingTrainer, exact, read_cases
+from .adapter import (
+    Case,
+    CaseEpisode,
+    CaseSequence,
+    ConformingServer,
+    ConformingTrainer,
+    ServedCase,
+    exact,
+    read_cases,
+    read_served_cases,
+)
 
 CASES = read_cases()
+SERVED = read_served_cases()
 CLOSE = 5e-6
 """How far an advantage may be from the figure of the case: trainers divide by a deviation plus some small number."""
 
@@ -20,9 +35,20 @@ def all_of(has: str) -> "pytest.MarkDecorator":
 
 @pytest.fixture(scope="module")
 def trainer() -> ConformingTrainer:
-    named = os.environ.get("CONFORMANCE_TRAINER")
-    module, _, name = (f"{__package__}.ours:PolyrlTrainer" if named is None else named).partition(":")
-    return getattr(import_module(module), name)()
+    return _find(os.environ.get("CONFORMANCE_TRAINER", f"{__package__}.ours:PolyrlTrainer"))()
+
+
+@pytest.fixture
+def make_server() -> Callable[[list[list[int]]], ConformingServer]:
+    named = os.environ.get("CONFORMANCE_SERVER")
+    if named is None and "CONFORMANCE_TRAINER" in os.environ:
+        pytest.skip("CONFORMANCE_SERVER names no server that answers requests")
+    return _find(named or f"{__package__}.our_front:PolyrlFront")
+
+
+def _find(named: str) -> Any:
+    module, _, name = named.partition(":")
+    return getattr(import_module(module), name)
 
 
 @all_of("sequences")
@@ -62,8 +88,26 @@ def test_the_mean_reward_is_over_episodes(trainer: ConformingTrainer, case: Case
     assert trainer.mean_reward(case.episodes) == pytest.approx(case.mean_reward, abs=CLOSE), case.wrong
 
 
+@pytest.mark.parametrize("case", SERVED, ids=[case.name for case in SERVED])
+def test_requests_are_answered_and_each_answer_is_trained_in_its_episode(
+    trainer: ConformingTrainer, make_server: Callable[[list[list[int]]], ConformingServer], case: ServedCase
+):
+    server = make_server(case.draws)
+    try:
+        refused = tuple(at for at, session in enumerate(case.opens) if not server.open(session))
+        assert refused == case.refused, case.wrong
+        for one in case.requests:
+            assert server.ask(one.session, one.saw, one.retry) == one.got, case.wrong
+    finally:
+        calls = server.close()
+    found = trainer.sequences([CaseEpisode(calls[session]) for session in case.trained])
+    assert calls.keys() == case.trained.keys(), case.wrong
+    assert [_as_cases(one) for one in found] == list(case.trained.values()), case.wrong
+
+
 def test_every_case_expects_something_and_has_a_name_of_its_own():
     assert len({case.name for case in CASES}) == len(CASES)
+    assert len({case.name for case in SERVED}) == len(SERVED)
     for case in CASES:
         assert any(one.sequences or one.advantages or one.weights for one in case.episodes), case.name
         for one in case.episodes:

@@ -1,4 +1,4 @@
-"""What the pool of reward processes costs: answers of mathematics beside plain calls, and rewards that only wait.
+"""The cost of the pool of reward processes: answers of mathematics beside plain calls, and rewards that only wait.
 
 Mathematics: the same answers are compared by plain calls of math-verify, in as many processes at once as the pool has,
 and by the pool's processes, in turns. Rates are by CPU time, so that other work on the machine does not count: an

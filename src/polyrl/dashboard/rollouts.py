@@ -35,7 +35,7 @@ _LONGEST_PIECE = 16
 
 
 class SampleFilter(NamedTuple):
-    """What a list of samples is narrowed to, and its order."""
+    """The filter of a list of samples, and its order."""
 
     task: str = ""
     outcome: str = ""

@@ -46,9 +46,9 @@ WORDS = {
     "no host": "waiting for a host",
     "pause": "paused by somebody",
 }
-"""What the page calls each."""
+"""The name of each on the page."""
 _USEFUL = ("trains", "writes")
-"""What a run is for."""
+"""The use of time that a run is for."""
 
 
 class TimePart(NamedTuple):
@@ -101,7 +101,7 @@ def doing(desk: Desk) -> str:
 
 
 class TimeUse:
-    """What the trainer did and waited for, moment by moment."""
+    """The trainer's work and waits, moment by moment."""
 
     def __init__(self) -> None:
         self._spans = Timeline()
@@ -129,7 +129,7 @@ class TimeUse:
 
 
 class WaitingContext(NamedTuple):
-    """What else is known of a run, from which the reason of a wait is told."""
+    """Other facts of a run, from which the reason of a wait is told."""
 
     status: Status | None = None
     lines: Sequence[StepLine] = ()

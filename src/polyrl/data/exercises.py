@@ -36,9 +36,9 @@ _KEY, _SPLIT_KEY, _TEST_KEY = 0xC0DE, 0xC0DE5, 0xC0DE7
 
 class StepKind(NamedTuple):
     words: str
-    """What a prompt calls the step; {k} is its number."""
+    """The step in a prompt's words; {k} is its number."""
     code: str
-    """What computes it from the list {x}."""
+    """The expression that computes it from the list {x}."""
     compute: Callable[[list[int], int], list[int]]
 
     @property

@@ -68,7 +68,7 @@ class EngineInfo(NamedTuple):
 
 
 class Speculated(NamedTuple):
-    """What became of an engine's drafts, since it started."""
+    """The counts of an engine's drafts, since it started."""
 
     num_rounds: int = 0
     """Steps that verified drafts."""

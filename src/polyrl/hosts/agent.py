@@ -51,7 +51,7 @@ _WELCOME_S = 10.0
 class HostOptions(NamedTuple):
     name: str
     environment: str = ""
-    """What the run calls the environment; empty: its own name."""
+    """The environment's name in the run; empty: its own name."""
     slots: int = 16
     """Episodes that are played at once."""
     price_usd_per_hour: float = 0.0

@@ -1,4 +1,4 @@
-"""What a host plays: an episode, its calls of the policy, and how it ends.
+"""The contract of episodes that a host plays: an episode, its calls of the policy, and how it ends.
 
     end = await environment.play(episode)        the environment calls the policy through the episode, many times
     drawn = await episode.call(prompt, limits)   a call: tokens in, drawn tokens out

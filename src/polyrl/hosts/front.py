@@ -69,7 +69,7 @@ class OpenEpisode:
 
     @property
     def base_url(self) -> str:
-        """What a harness of OpenAI's API gets as its base URL."""
+        """The base URL for a harness of OpenAI's API."""
         return f"{self._front.url}/e/{self.secret}/v1"
 
     @property

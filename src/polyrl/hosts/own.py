@@ -51,7 +51,7 @@ _SOLVED = 1.0
 
 
 class Turn(NamedTuple):
-    """What an environment says to an answer."""
+    """An environment's reply to an answer."""
 
     messages: Sequence[dict[str, Any]] | str = ""
     """For the policy: messages, or the text of a user's message. Not needed at the end."""
@@ -64,7 +64,7 @@ class Turn(NamedTuple):
 
 
 class HostParts(NamedTuple):
-    """What a host lends its environments."""
+    """The parts of a host that its environments use."""
 
     front: HostFront
     text: ModelText | None = None

@@ -1,4 +1,4 @@
-"""What was said in one episode, as the tokens of its next prompt, for environments that a host plays itself.
+"""The transcript of one episode, as the tokens of its next prompt, for environments that a host plays itself.
 
 With a chat template it is a chat (chats.py). Without one, as for a small model of characters, texts are put together:
 the tokens of what was said and of what was drawn, in order, and the token that ended an answer stays where it was.

@@ -64,7 +64,7 @@ async def call_for_code(
 
 
 class _Heard(asyncio.SubprocessProtocol):
-    """What a command has printed. `over` is done once it has ended."""
+    """The output of a command. `over` is done once it has ended."""
 
     def __init__(self, name: str) -> None:
         self._name = name

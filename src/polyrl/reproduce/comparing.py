@@ -58,7 +58,7 @@ class Curve:
 class Section:
     title: str
     about: str
-    """What was calibrated on what, and how it is measured."""
+    """The figures that the model was calibrated on, and how this one is measured."""
     tables: list[Table] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)

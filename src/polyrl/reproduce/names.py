@@ -1,4 +1,5 @@
-"""What can be reproduced, by name: what it shows, and what plays it at each place, or why nothing does."""
+"""The published results that can be reproduced, by name: what each shows, and what plays it at each place, or why
+nothing does."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

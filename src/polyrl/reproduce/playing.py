@@ -15,7 +15,7 @@ from polyrl.sim.result import Measured, measure_steps
 from polyrl.sim.simulation import Simulation
 
 COLOCATED = ("run.mode=synchronous", "rewards.as_finished=false", "routing.balance=false", "fleet.workers=0")
-"""What makes a scenario its own synchronous baseline."""
+"""The overrides that make a scenario its own synchronous baseline."""
 
 
 class Variant(NamedTuple):

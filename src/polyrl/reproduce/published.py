@@ -1,4 +1,5 @@
-"""What RollPacker and RLBoost published, with its source, and the tolerances that were set before the first run."""
+"""The figures that RollPacker and RLBoost published, with their source, and the tolerances that were set before the
+first run."""
 
 # RollPacker (P0 = 128, R0 = 8, both factors 1.25): its factor table, ablation, step times and breakdown.
 ROLLOUT_S = {

@@ -107,7 +107,7 @@ WAYS = {
     "all, adaptive": ("routing.balance=true", "rounds.adaptive=true"),
     "all, lag 1": ("run.max_staleness=1",),
 }
-"""What is added to the `tail-*` scenarios, whose planner finds nothing to do and stays off."""
+"""The overrides of the `tail-*` scenarios, whose planner finds nothing to do and stays off."""
 SPOT = ("fleet.workers=4",)
 _SPOT_WAYS = ("all", "all, lag 1")
 

@@ -1,4 +1,5 @@
-"""What tail batching trains, how its step times go, and training on more devices than was published."""
+"""The lengths that tail batching trains, the course of its step times, and training on more devices than was
+published."""
 
 import math
 

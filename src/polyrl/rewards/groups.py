@@ -29,7 +29,7 @@ from polyrl.rewards.reward import (
 
 
 class AnswerFacts(NamedTuple):
-    """What the answers of a group do not share."""
+    """The facts that the answers of a group do not share."""
 
     answer: str
     finish: str

@@ -27,7 +27,7 @@ if importlib.util.find_spec("math_verify") is None:
 _BOXED = "\\boxed{"
 _FULL_STOP = re.compile(r"(\d)\.(\s*\})")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;! ]|\{,\})(?=\d{3}(?!\d))")
-"""What separates thousands."""
+"""The separators of thousands."""
 _AGAIN_S = 0.5
 """The interval of further interrupts, in case the library catches the first one."""
 

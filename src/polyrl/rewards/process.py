@@ -97,7 +97,7 @@ class RewardServer:
         self._pid = os.getpid()
         self._functions: dict[str, RewardFunction] = {}
         self._sides = {True: _Side(), False: _Side()}
-        """Whose functions they are: a person's own, or ours."""
+        """The owner of the functions: the user, or PolyRL."""
         self._next: deque[FunctionRequest] = deque()
 
     def serve(self) -> None:

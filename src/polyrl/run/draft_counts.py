@@ -1,4 +1,4 @@
-"""What became of the drafts of the run's engines: from the manager's status to a step's metrics.
+"""The counts of the engines' drafts: from the manager's status to a step's metrics.
 
 Workers count since their engine started, and report now and then. So a step's figures are what was heard between two
 lines of metrics; their sum over a run is right but for what a worker had not reported when it left.

@@ -1,4 +1,4 @@
-"""What `diagnose` finds out about a run that waits (diagnosis.py), and reading a status for it."""
+"""The findings of `diagnose` about a run that waits (diagnosis.py), and reading a status for it."""
 
 from typing import NamedTuple
 

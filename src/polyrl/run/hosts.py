@@ -174,6 +174,12 @@ def last_failure(run_dir: Path) -> str:
     return found[-1] if found else ""
 
 
+def told_failure(run_dir: Path) -> str:
+    """Return the beginning of a message about it; empty if there is none."""
+    found = last_failure(run_dir)
+    return f"episodes failed, the last one: {found}" if found else ""
+
+
 async def tell_of_failures(
     fleet: Fleet, run_dir: Path, say: Callable[[str | Text], None], every_s: float = _LOOK_EVERY_S
 ) -> None:

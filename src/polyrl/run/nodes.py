@@ -21,7 +21,7 @@ from polyrl.run import processes
 from polyrl.trainer.ranks import RankInfo, open_store
 
 RANK_INFO = "POLYRL_RANK"
-"""What a started rank is told of itself, as JSON."""
+"""The facts that a started rank is told of itself, as JSON."""
 _NODES = "POLYRL_NODES"
 _NUM_RANKS = "polyrl/ranks"
 _WAIT_S = 600.0

@@ -154,7 +154,7 @@ class OtherRanks:
 
     @property
     def shards(self) -> "RankShards | None":
-        """What writes checkpoints where all ranks see the run's directory; None: rank zero gathers and writes."""
+        """The writer of checkpoints where all ranks see the run's directory; None: rank zero gathers and writes."""
         from polyrl.trainer.leading import RankShards
 
         if not self.shares_run_dir or self._leader is None:

@@ -93,7 +93,7 @@ class RestoredModels:
         self.learner, self.other_ranks = learner, other_ranks
         self.leader = None if other_ranks is None else other_ranks.lead(learner)
         self.steps: Steps = learner.steps if self.leader is None else self.leader
-        """What trains this replica's share of a step."""
+        """The accumulator that trains this replica's share of a step."""
         self.far = [] if other_ranks is None else other_ranks.far_replicas()
 
     async def make_saver(self, recipe: Recipe, run_dir: Path, about: TrainerState, point: ResumePoint | None) -> Saver:

@@ -1,4 +1,4 @@
-"""What each domain of a recipe trains on: for a run, and for commands that show its answers afterwards."""
+"""The data that each domain of a recipe trains on: for a run, and for commands that show its answers afterwards."""
 
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.data.sources import Source, open_training

@@ -50,7 +50,7 @@ ENDED_BY = {
     "episode": "its end, which comes at the limit at the latest",
     "host_drain": "its last episode's end; others begin the rest again",
 }
-"""What ends each wait. Those with a deadline end by themselves then."""
+"""The end of each wait. Waits with a deadline end by themselves then."""
 _OF_EPISODES = ("turn", "episode")
 """Named as well where there is room: every episode that is played has them."""
 _SLOW_REWARD_S = 2.0

@@ -1,4 +1,5 @@
-"""What `diagnose` says of single workers: those that do not write, were turned away, or were refused (diagnosis.py)."""
+"""The findings of `diagnose` about single workers: those that do not write, were turned away, or were refused
+(diagnosis.py)."""
 
 from collections.abc import Iterator
 

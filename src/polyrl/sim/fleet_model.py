@@ -51,7 +51,7 @@ class FleetModel:
         """Departure times of machines that were given notice. Their workers may join, or start again, after that."""
         self._holding = Holding(_first_target(scenario))
         self._price = scenario.fleet.price_usd_per_hour
-        """What a machine costs an hour, now."""
+        """The present price of a machine an hour."""
         self._regions: dict[WorkerName, int] = {}
         """How many remote machines had joined before each."""
         self._touched: dict[WorkerName, Machine] = {}

@@ -88,7 +88,7 @@ class Idle(Struct, frozen=True):
 
 
 class EpisodeFigures(Struct, frozen=True, kw_only=True):
-    """What environments did, and what waited for them. Numbers at once are means over the measured time."""
+    """The environments' work, and the waits for them. Numbers at once are means over the measured time."""
 
     begun: int
     ended: dict[str, int]
@@ -126,7 +126,8 @@ class Result(Struct, frozen=True, kw_only=True):
     warmup_steps: int
     """Steps left out of the measured figures: `run.warmup_steps`, or half of the steps if that would leave none."""
     measured_steps: int
-    """Steps that the measured figures are of. Where long rounds come regularly, a whole number of their periods."""
+    """The number of steps that the measured figures cover. Where long rounds come regularly, a whole number of their
+    periods."""
     virtual_s: Seconds
     step_time_s: Spread
     rollout_s: Spread
@@ -137,7 +138,7 @@ class Result(Struct, frozen=True, kw_only=True):
     workers: Workers
     idle: Idle
     gb_between_regions: float | None
-    """What all pulls were to bring over regions' links, in the whole run; None without `fleet.regions`."""
+    """The bytes of all pulls over regions' links, in the whole run; None without `fleet.regions`."""
     episodes: EpisodeFigures | None
     """None when no domain has an environment."""
     rounds: dict[str, int]

@@ -131,7 +131,7 @@ class NetworkSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker_ingress_gbps: Positive = 50.0
     worker_egress_gbps: Positive = 50.0
     region_gbps: Positive | None = None
-    """What goes in or out of each region of `fleet.regions`, each way; none: as much as its workers can."""
+    """The bandwidth into and out of each region of `fleet.regions`, each way; none: as much as its workers can."""
     publish_s: NotNegative = 1.0
     """Seconds from the optimizer step's end to a version that can be pulled."""
     install_s: NotNegative = 1.0

@@ -1,4 +1,4 @@
-"""What all starter models share: their shape, supervised lessons, and the directory they are written to.
+"""The common part of all starter models: their shape, supervised lessons, and the directory they are written to.
 
 A lesson is a *demonstration*: tokens, some of them drawn by the teacher and taught, the others given (a prompt, an
 environment's reply) and only read.

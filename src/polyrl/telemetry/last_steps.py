@@ -16,7 +16,7 @@ _MUCH = 0.3
 _SOME = 0.1
 _PARTS = {"generate": "generating", "train": "training", "publish": "publishing", "save": "saving"}
 _WRITING = ("answers", "last answers", "places", "no worker")
-"""What the trainer waits for where writing is what takes long: words of dashboard.waiting.WORDS."""
+"""The trainer's waits while answers are written: keys of dashboard.waiting.WORDS."""
 
 
 def tell(steps: Sequence[Mapping[str, object]], waits_for: str | None = None) -> list[str]:

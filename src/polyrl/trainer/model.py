@@ -60,7 +60,7 @@ class Divided(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """What a rank has of a pack."""
+    """A rank's share of a pack."""
 
     rows: range
     predicting: Ints

@@ -37,7 +37,7 @@ log = logging.getLogger("polyrl.trainer")
 
 
 class VersionFacts(Struct, frozen=True):
-    """What the other nodes are told of a version, of which each serves its share."""
+    """The facts of a version that the other nodes need to serve their shares."""
 
     version: int
     parent: str

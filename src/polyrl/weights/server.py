@@ -58,7 +58,7 @@ class _Kept(NamedTuple):
 
 
 class _Published(msgspec.Struct, frozen=True):
-    """What nodes tell each other of their shares of a version."""
+    """The facts that nodes exchange about their shares of a version."""
 
     digests: bytes
     addresses: tuple[str, ...]

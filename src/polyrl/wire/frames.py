@@ -416,7 +416,7 @@ class RewardsTold(Frame, frozen=True, tag="rewards"):
 
 
 class Offered(Frame, frozen=True, tag="offered"):
-    """What the trainer's provider of workers offers: how many could be had in all, and the price of another one."""
+    """The offer of the trainer's provider of workers: how many could be had in all, and the price of another one."""
 
     seq: Natural
     num_workers: Natural

@@ -1,4 +1,4 @@
-"""What a host and the manager say to each other, over a WebSocket, in the form of frames.py.
+"""The frames between a host and the manager, over a WebSocket, in the form of frames.py.
 
     host    -> manager    HostHello first; then MakeCall, EndEpisode, HostReport, Leaving, Goodbye
     manager -> host       HostWelcome first; then Play, CallAnswer, StopPlaying, Release

@@ -1,4 +1,4 @@
-"""What reward workers, the manager and the trainer's dispatcher say to each other, in the form of frames.py.
+"""The frames between reward workers, the manager and the trainer's dispatcher, in the form of frames.py.
 
     reward worker -> manager    RewardHello first; then RewardReady, JobDone, JobsReturned, RewardReport, Leaving,
                                 Goodbye
@@ -85,7 +85,7 @@ FromRewardWorker = RewardHello | RewardReady | JobDone | JobsReturned | RewardRe
 
 
 class RewardRules(Frame, frozen=True, tag="reward_rules"):
-    """What the trainer's recipe says of rewards. Jobs of another era are dropped."""
+    """The settings of rewards in the trainer's recipe. Jobs of another era are dropped."""
 
     era: Natural
     body: Annotated[bytes, Meta(max_length=MAX_RULES_BYTES)]

@@ -263,6 +263,30 @@ RESOURCES = {
         """,
         "timed_out",
     ),
+    "CPU time of children that end without a signal": attack(
+        """
+        import ctypes, os, time
+        number, num = 56 if os.uname().machine == "x86_64" else 220, 0
+        for _ in range(100):
+            pid = ctypes.CDLL(None).syscall(number, 0, 0, 0, 0, 0)
+            if pid == 0:
+                while time.process_time() < 0.012: pass
+                os._exit(0)
+            num += pid > 0
+            time.sleep(0.001)
+        if num == 100: print("ESCAPED")
+        """,
+        *ENDED,
+    ),
+    "folders that lie deeply in each other": attack(
+        """
+        import os
+        try:
+            for _ in range(100_000): os.mkdir("folder"); os.chdir("folder")
+            print("ESCAPED")
+        except OSError: pass
+        """
+    ),
     "a child that nobody waits for": attack(
         """
         import os, signal

@@ -363,7 +363,28 @@ def test_other_languages_are_compiled_and_run_inside(language: str):
         wrong = await sandbox.run(Program(source=source, language=language, cases=(InputCase(output="6"),)))
         assert wrong.outcome == "failed"
         broken = await sandbox.run(Program(source="int main( {", language=language, cases=right))
-        assert broken.outcome == "crashed"
+        assert broken.outcome == "crashed" and "rror" in broken.detail, broken
+
+    in_sandbox(body, LIMITS, size=1)
+
+
+@pytest.mark.skipif(shutil.which("gcc", path="/usr/bin:/bin") is None, reason="gcc is missing")
+@pytest.mark.parametrize(
+    "source",
+    [
+        '#include "/dev/random"',
+        '#include "main.c"',
+        "char x[1ul << 33] = {1};\nint main() {}",
+        "#define a1 x\n" + "".join(f"#define a{n + 1} {f'a{n} ' * 9}\n" for n in range(1, 12)) + "a12",
+    ],
+    ids=["endless", "itself", "huge", "macros"],
+)
+def test_a_compiler_ends_within_limits_of_its_own(source: str):
+    async def body(sandbox: Sandbox) -> None:
+        verdict = await sandbox.run(Program(source=source, language="c", cases=(InputCase(output=""),), within_s=20.0))
+        assert verdict.outcome in ("crashed", "timed_out", "failed") and "compile" in verdict.detail, verdict
+        assert (await sandbox.run(honest(2))).outcome == "passed"
+        assert sandbox.pool.num_replaced == 0
 
     in_sandbox(body, LIMITS, size=1)
 

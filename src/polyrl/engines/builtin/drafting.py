@@ -29,9 +29,9 @@ MAX_MATCH = 16
 MAX_SIZE = 1 << 22
 """In tokens of four bytes: 16 MiB."""
 TEXT_SIZE = 72
-"""What a text takes beside its tokens, in tokens of four bytes. Short answers are mostly this."""
+"""The overhead of a text, in tokens of four bytes. Short answers are mostly this."""
 POOL_SIZE = 128
-"""What a pool takes beside its texts."""
+"""The overhead of a pool beside its texts."""
 MAX_INDEXED = 1 << 19
 """About 50 MB."""
 MAX_TEXTS = 32

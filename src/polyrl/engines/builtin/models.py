@@ -53,7 +53,7 @@ class Loaded(NamedTuple):
     rows: str = "packed"
     """How a trainer runs samples (trainer/families.py)."""
     logit_scale: float = 1.0
-    """What the model multiplies its logits by."""
+    """The factor by which the model multiplies its logits."""
 
     def token_bytes(self, number_bytes: int) -> int:
         """Return the bytes of a token's keys and values, in all layers."""

@@ -40,7 +40,7 @@ class JudgeTotals(msgspec.Struct, frozen=True, kw_only=True):
     requests: _Count = 0
     """Requests that were sent."""
     retries: _Count = 0
-    """Those of them that came after a failed one for the same answer."""
+    """Retries: requests that came after a failed one for the same answer."""
     replies: _Count = 0
     """Requests that were answered, whatever the answer was worth."""
     tokens_in: _Count = 0

@@ -17,7 +17,7 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positi
 
 _KIND = "ForSequenceClassification"
 _DEFAULT_LABELS = ("LABEL_0", "LABEL_1")
-"""Those that transformers gives a model whose config.json names none."""
+"""The labels that transformers gives a model whose config.json names none."""
 
 
 class RewardModelArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

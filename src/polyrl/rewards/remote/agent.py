@@ -75,7 +75,7 @@ class RewardAgent:
     def __init__(self, dialer: Dialer, options: RewardWorkerOptions) -> None:
         self._dialer, self._options = dialer, options
         self._secret = secrets.token_hex(16)
-        """What this process is known by, over restarts of the manager."""
+        """The secret by which the manager knows this process, over restarts of its own."""
         self._session: RewardJoinReply | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._rules: r.RewardRules | None = None

@@ -1,4 +1,4 @@
-"""What a job, its result and a run's reward settings are as bytes, between the trainer and a reward worker.
+"""Jobs, their results and a run's reward settings as bytes, between the trainer and a reward worker.
 
 Rules kept here: plain data, decoded by type, never pickle; functions travel by name, environment variables too. A
 result is checked as if a stranger had made it: `read_result` raises BadResult for what no honest worker says.

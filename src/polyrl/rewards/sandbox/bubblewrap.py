@@ -47,9 +47,9 @@ class MachineLayout(Struct, frozen=True, kw_only=True):
     uid: int
     gid: int
     links: dict[str, str]
-    """Those of the system's folders that are links, and where to."""
+    """The system's folders that are links, with their targets."""
     present: tuple[str, ...]
-    """Those of the system's folders and files that are there."""
+    """The system's folders and files that exist here."""
     packages: tuple[str, ...] = ()
     """The folders and files of pytest; none: it is not installed."""
     folders: tuple[str, ...] = ()

@@ -141,7 +141,7 @@ def _ended_badly(job: SandboxJob, result: RunResult) -> tuple[Outcome | None, st
         return "timed_out", f"more than {bounds.cpu_s:g} s of CPU time"
     if code < 0:
         return "crashed", f"signal {-code}"
-    return ("crashed", f"exit code {code}: {_last_line(result.errors)}") if code else (None, "")
+    return ("crashed", f"exit code {code}: {_last_error(result.errors)}") if code else (None, "")
 
 
 def _exit_code(result: RunResult) -> int:
@@ -202,8 +202,10 @@ def _quote(text: str) -> str:
     return f"{text[:60]!r}{'...' if len(text) > 60 else ''}"
 
 
-def _last_line(errors: bytes) -> str:
-    return errors[-2000:].decode(errors="replace").strip().rpartition("\n")[2]
+def _last_error(errors: bytes) -> str:
+    """Return the last line that names an error, or else the last one. Node ends with its version."""
+    lines = errors[-2000:].decode(errors="replace").strip().split("\n")
+    return next((one for one in reversed(lines) if "Error" in one and not one[0].isspace()), lines[-1])
 
 
 def _first_error(errors: bytes) -> str:

@@ -54,7 +54,7 @@ class SandboxJob(NamedTuple):
 
 
 class RunResult(NamedTuple):
-    """What a run left behind, as bytes that a stranger wrote."""
+    """The output of a program, as bytes that a stranger wrote."""
 
     reason: str
     """`ended`, or the limit that was exceeded: cpu, wall, memory, output, processes; `late`: time on the clock, which

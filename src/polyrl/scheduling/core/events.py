@@ -203,7 +203,7 @@ class RewardWorkerJoined(EventStruct, frozen=True, tag=True):
 
 
 class RewardWorkerReported(EventStruct, frozen=True, tag=True):
-    """What it has done in this life."""
+    """The work that it has done in this life."""
 
     worker: str
     life: str
@@ -243,7 +243,7 @@ class CallMade(EventStruct, frozen=True, tag=True):
     start: int
     """Drawn tokens of the episode before it; those beyond are thrown away, unless this very answer begins with them."""
     num_tokens: int
-    """Drawn tokens with the beginning of this answer, where there is one."""
+    """The episode's drawn tokens, with the part of this answer that is there already."""
     end: int
     """The call ends at this many tokens of the episode."""
 

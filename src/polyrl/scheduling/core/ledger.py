@@ -107,7 +107,7 @@ class WorkerLine(Struct):
 
 
 class HostLine(Struct):
-    """What became of a host's time."""
+    """The account of a host's time."""
 
     price_usd_per_hour: float
     seconds: float = 0.0
@@ -119,7 +119,7 @@ class HostLine(Struct):
 
 
 class RewardWorkerLine(Struct):
-    """What became of a reward worker's time."""
+    """The account of a reward worker's time."""
 
     price_usd_per_hour: float
     seconds: float = 0.0

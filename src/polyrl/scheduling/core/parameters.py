@@ -58,8 +58,8 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     min_group_samples: AtLeastOne = 2
     """A group that lost samples to failures is still trained with at least this many."""
     episode_length: Literal["tokens", "seconds"] = "tokens"
-    """What makes an episode long for `predicted` and `adaptive`: its drawn tokens, or the time from its beginning to
-    its end. A race is decided by who ends first either way, and a single answer's length is its tokens."""
+    """The length of an episode for `predicted` and `adaptive`: its drawn tokens, or the time from its beginning to its
+    end. A race is decided by who ends first either way, and a single answer's length is its tokens."""
 
     def __post_init__(self) -> None:
         if self.adaptive and self.tail_batching in ("designated", "predicted"):

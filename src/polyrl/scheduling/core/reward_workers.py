@@ -18,7 +18,7 @@ class SeatedRewardWorker(Struct):
     """Up to here its time is in the ledger."""
     num_jobs: int = 0
     cpu_s: float = 0.0
-    """What it has told in this life, which is in the ledger."""
+    """The work that it has reported in this life, which is in the ledger."""
 
 
 class RewardWorkersState(Struct):

@@ -86,7 +86,7 @@ class Playtime(Struct, gc=False):
     limit_s: Seconds = 0.0
     """How long that turn may take."""
     played_s: Seconds = 0.0
-    """What the turns before took, in this attempt."""
+    """The time of the turns before, in this attempt."""
     took_s: Seconds | None = None
     """Seconds from its beginning to its end; None if it was begun again: that time is no measure."""
     num_hangs: int = 0

@@ -140,7 +140,7 @@ def host_waiting(desk: Desk, now: Seconds) -> None:
 def _host_domain(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
     waiting, environment = round_.unhosted[domain], desk.environment_of(domain)
     wants_sound: list[SampleId] = []
-    """Those that failed and wait for a host whose word counts: others are begun before them."""
+    """Episodes that failed and wait for a host with answered episodes: others are begun before them."""
     while waiting:
         sample = desk.samples.get(waiting[-1])
         if sample is None or sample.state != "unhosted":

@@ -32,7 +32,7 @@ _MOST_FASTER = 8.0
 _EXPECTED = 8
 """The first rules by which a step's line has the mean length that is expected."""
 _TOLD_FACTORS = 9
-"""The first rules by which it has adaptive factors."""
+"""The first rules by which a step's line has the adaptive factors."""
 _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 

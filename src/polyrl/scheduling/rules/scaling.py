@@ -105,7 +105,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class ScalingFacts(msgspec.Struct, frozen=True):
-    """What the autoscaler weighs, beside a step's times."""
+    """The facts that the autoscaler weighs, beside a step's times."""
 
     held: tuple[ScaledWorker, ...]
     now: Seconds

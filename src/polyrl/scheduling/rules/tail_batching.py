@@ -101,7 +101,7 @@ class TailBatching(Struct):
     """The mode that the guard chose; empty: the recipe's."""
     watched_tokens: int = 0
     watched_samples: int = 0
-    """What was trained since the guard judged last."""
+    """The samples that were trained since the guard judged last."""
     least_expected: float = math.inf
     """The least mean length expected since then: it is highest after a long round, and before the first one the longest
     answers are unknown."""

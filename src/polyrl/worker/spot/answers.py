@@ -1,4 +1,4 @@
-"""What clouds and clusters say when a machine goes, as moments. Pure: text in, a Notice out.
+"""The notices of clouds and clusters that take a machine away, as moments. Pure: text in, a Notice out.
 
     aws          spot/instance-action: action and time                  as said, about 120 s
     gcp          instance/preempted TRUE; maintenance-event TERMINATE   30 s; 60 s (their documents)

@@ -62,8 +62,8 @@ class _Piece(NamedTuple):
 
 
 def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> GraphShape | None:
-    """Return the least that holds them; none, when they are too many. `width` is the model's; `in_place` the number of
-    rows, where it is given.
+    """Return the smallest shape that holds these rows; None if they are too many. `width` is the model's; `in_place`
+    the number of rows, where it is given.
     """
     num_rows = sum(chunk.count for chunk in chunks)
     rows = in_place or next((one for one in _ROWS if one >= num_rows), 0)

@@ -1,4 +1,4 @@
-"""What a program uses at this moment, over all of its processes, as /proc tells it.
+"""The resources that a program uses at this moment, over all of its processes, as /proc tells them.
 
 Memory means anonymous pages, shared memory and page tables; cached pages of the system's files do not count. A forked
 process shares the zygote's pages until it writes; those would be counted for each, so they are subtracted. A socket can
