@@ -194,6 +194,6 @@ class Training:
                 return await loop.run()
             return await loop.run(point.next_step, point.last, is_told=point.is_told)
         except NothingCameError as error:
-            told = hosts.last_failure(self._run_dir)
-            failed = f"episodes failed, the last one: {told}. {error}" if told else str(error)
-            raise UserError(self._tasks.why_none_scored() or failed) from error
+            told = hosts.told_failure(self._run_dir)
+            why = self._tasks.why_none_scored() or (f"{told}. {error}" if told else str(error))
+            raise UserError(why) from error
