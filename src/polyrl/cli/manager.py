@@ -29,8 +29,6 @@ themselves, and no token that was acknowledged is lost. docs/reference/manager.m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example journal.fsync=always")
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all (default: %(default)s)"

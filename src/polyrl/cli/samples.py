@@ -28,8 +28,6 @@ _SHOWN_CHARACTERS = 1200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", help="the directory of a run")
     parser.add_argument("--step", type=int, metavar="N", help="answers of this step's round; of the open one too")
     order = parser.add_mutually_exclusive_group()
