@@ -1,6 +1,7 @@
 """One thing has one name: no two public classes share one, and a word of the glossary names at most one type."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +41,22 @@ def is_type_variable(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
 
 
+@functools.cache
+def types() -> tuple[tuple[str, str, bool], ...]:
+    """The name of each public type, its module, and whether it is a class."""
+    return tuple(
+        (name, module, isinstance(node, ast.ClassDef))
+        for module, tree in modules()
+        for node in tree.body
+        if (name := named(node))
+    )
+
+
 def places(*, classes_only: bool) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for module, tree in modules():
-        for node in tree.body:
-            if (name := named(node)) and (isinstance(node, ast.ClassDef) or not classes_only):
-                found.setdefault(name, []).append(module)
+    for name, module, is_class in types():
+        if is_class or not classes_only:
+            found.setdefault(name, []).append(module)
     return found
 
 
