@@ -16,6 +16,11 @@ NO_VERB = re.compile(
     r"|Only|One|No|Seconds|Tokens|Samples|\w+'s?) |[`(]"
 )
 
+NO_NAME = re.compile(r"\b(nobody|somebody|anybody|whoever)\b", re.IGNORECASE)
+"""Words in place of a worker, a client, a user or a process."""
+OLD_MESSAGES = {"somebody asked", "whoever asked has enough of it", "a-token-that-nobody-may-see-anywhere"}
+"""Two reasons that journals hold, which replay compares; and no message."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -65,3 +70,23 @@ def test_no_docstring_and_no_field_begins_with_a_bare_who_or_what():
 def test_a_function_says_in_its_first_words_what_it_does():
     found = [one.where for one in written() if one.does_something and NO_VERB.match(one.text)]
     assert not found, "\n".join(found)
+
+
+def test_messages_name_a_worker_a_client_or_a_user_and_not_nobody():
+    """Strings alone: a docstring and a field's text are prose of other tests."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {string}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if NO_NAME.search(text := path.read_text(encoding="utf-8"))
+        for line, string in strings_in(ast.parse(text))
+        if NO_NAME.search(string) and string not in OLD_MESSAGES
+    ]
+    assert not found, "\n".join(found)
+
+
+def strings_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield all strings but those that stand alone, as docstrings do."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.lineno, node.value

@@ -109,7 +109,7 @@ def _way_in(args: argparse.Namespace, address: "ListenAddress") -> tuple[str, st
             continue
         assert found is not None
         return found.url(address.port), trust
-    return address.url, f" --ca FILE  (FILE: of whoever vouches for {args.tls_cert})"
+    return address.url, f" --ca FILE  (FILE: the authority that signed {args.tls_cert})"
 
 
 def _load(folder: str | None) -> "Served | None":

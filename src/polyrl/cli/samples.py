@@ -136,7 +136,7 @@ def _show_episode(console: "Console", sample: "KeptSample", text_of: "Texts", *,
 
 def _writers(sample: "KeptSample") -> str:
     by = [f"version {one.version} on {one.worker or one.engine or 'a worker'}" for one in sample.segments]
-    return ", then ".join(dict.fromkeys(by)) or "nobody knows by whom"
+    return ", then ".join(dict.fromkeys(by)) or "by an unknown worker"
 
 
 def _cut(text: str, *, full: bool) -> str:
