@@ -133,6 +133,29 @@ def test_variables_that_hold_tokens_are_not_called_text():
     assert not texts
 
 
+def test_no_class_of_tokens_is_called_a_text():
+    """Texts of replies in OpenAI's shape, which are made of texts of tokens, are none."""
+    found = [
+        f"{module}.{node.name}"
+        for module, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "text" in words_of(node.name) and holds_token_ids(node)
+    ]
+    assert not found
+
+
+def holds_token_ids(class_: ast.ClassDef) -> bool:
+    for node in ast.walk(class_):
+        match node:
+            case ast.AnnAssign(target=ast.Name(id="tokens") | ast.Attribute(attr="tokens"), annotation=kind):
+                return "str" not in ast.unparse(kind)
+            case ast.Assign(targets=[ast.Attribute(attr="tokens")]):
+                return True
+            case _:
+                pass
+    return False
+
+
 def test_what_the_desk_holds_is_reached_through_the_desk_alone():
     checked = [path for path in PACKAGE.rglob("*.py") if path.name not in ("desk.py", "invariants.py")]
     texts = {path: path.read_text() for path in checked}
