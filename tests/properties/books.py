@@ -297,6 +297,9 @@ class Books:
                 law(command.worker in self.draining, f"{command.worker} is released and was not asked to go")
                 forgotten = any(isinstance(one, c.ForgetWorker) and one.worker == command.worker for one in commands)
                 law(command.worker in fleet.by_name or forgotten, f"{command.worker} is released and not there")
+            case c.Reshape() if self.config.parallelism.engines == "local":
+                for name in [*self.local]:  # this command alone tells that they are gone
+                    self.note_gone(name)
             case c.ForgetWorker():
                 law(command.worker not in fleet.by_name, f"{command.worker} is forgotten and still there")
                 self.note_gone(command.worker)
