@@ -772,9 +772,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _check_mooncake(self) -> None:
         if self.weights.mooncake and self.manager.tls_cert:
-            raise ValueError(
-                "weights.mooncake: is not encrypted, and asks nobody for a key; leave manager.tls_cert out"
-            )
+            raise ValueError("weights.mooncake: is not encrypted, and needs no key; leave manager.tls_cert out")
 
     def _check_price(self) -> None:
         price, most = self.fleet.price_usd_per_hour, self.manager.max_price_usd_per_hour
