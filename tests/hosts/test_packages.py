@@ -4,8 +4,10 @@ Each needs its package; `make environments` installs them, each set into an envi
 """
 
 import asyncio
+import contextlib
 import json
 import re
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,26 @@ def test_an_environment_of_skyrl_gym_is_played_over_turns_with_the_row_as_its_ex
         play("skyrl-gym", {"env": "gsm8k"}, ["5"])
     with pytest.raises(UserError, match="runs the model's code on this machine"):
         play("skyrl-gym", {"env": "lcb"}, [])
+
+
+@needs("skyrl_gym")
+def test_an_environment_of_skyrl_gym_with_settings_of_its_own_class_uses_its_tool(tmp_path: Path):
+    folder = tmp_path / "spider" / "database" / "sums"
+    folder.mkdir(parents=True)
+    with contextlib.closing(sqlite3.connect(folder / "sums.sqlite")) as made:
+        made.executescript("create table terms(a); insert into terms values (4), (5);")
+    gold = {"reward_spec": {"ground_truth": "select sum(a) from terms"}}
+    row = {"prompt": "add them up", "db_id": "sums", "data": "spider", **gold}
+    answers = [
+        "<think>look</think><sql>select a from terms</sql>",
+        "<think>so</think><solution>select sum(a) from terms</solution>",
+    ]
+    args = {"env": "text2sql", "settings": {"db_path": str(tmp_path)}}
+    end, episode = play("skyrl-gym", args, answers, task=row)
+    assert (end.reward, end.num_turns) == (1.0, 2)
+    assert "<observation>" in episode.shown(1)
+    with pytest.raises(UserError, match=r"^skyrl-gym: text2sql: TypeError: .*'folder'"):
+        play("skyrl-gym", {"env": "text2sql", "settings": {"folder": "x"}}, [])
 
 
 # verifiers
