@@ -69,6 +69,7 @@ def test_answers_are_scored_by_the_number_of_their_prompt_or_by_a_row_of_their_o
         ([{"prompt": 20, "answer": "x"}], "answers.jsonl:1: prompt: got 20, expected a number from 0 to 19"),
         ([{"prompt": 0, "answer": "x", "domain": "no"}], "answers.jsonl:1: domain: got 'no', expected one of"),
         ([{"prompt": 0, "answer": 5}], "answers.jsonl:1: Expected `str | null`, got `int`"),
+        (['{"row": {"deep": ' + "[" * 5000 + "]" * 5000 + '}, "answer": "x"}'], "answers.jsonl:1: maximum recursion"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(
@@ -121,6 +122,17 @@ def test_answers_to_the_same_prompt_form_a_group(desk: Path, capsys: pytest.Capt
         found[5]["why"] == found[6]["why"] == "ranks_of_mine:rank: returned 1 rewards, expected 2, one for each answer"
     )
     assert "infrastructure_failed" in found[7]["why"]
+
+
+def test_a_row_that_is_no_plain_data_costs_its_own_group_its_reward(desk: Path, capsys: pytest.CaptureFixture[str]):
+    only_groups = GROUPS.replace('[[rewards.functions]]\nfunction = "scores_of_mine:score"', "")
+    (desk / "recipe.toml").write_text(RECIPE.replace(', reward = "scores_of_mine:score"', "") + only_groups)
+    (desk / "ranks_of_mine.py").write_text(RANKS)
+    write({"row": {"prompt": "x", "number": 10**30}, "answer": "y"}, {"prompt": 3, "answer": "z"})
+    assert main(["rewards", "recipe.toml", "answers.jsonl", "--json"]) == 1
+    large, other = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert large["reward"] is None and "the row is no plain data" in large["why"]
+    assert other["reward"] == 0.0
 
 
 def test_a_histogram_has_a_bin_for_each_of_few_scores_and_ten_for_many():

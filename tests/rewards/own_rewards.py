@@ -308,6 +308,15 @@ def announces_gigabytes(given: RewardInput) -> float:
     return 1.0
 
 
+def nests_without_end(given: RewardInput) -> float:
+    """A reply with a surplus field, which lies in 60,000 lists."""
+    body = b"\x98" + encode(RewardScored(b"", 1.0, {}))[5:] + b"\x91" * 60_000 + b"\x01"
+    for number in range(3, 1024):
+        with contextlib.suppress(OSError):
+            os.write(number, struct.pack("<I", len(body)) + body)
+    return 1.0
+
+
 def from_a_fork(given: RewardInput) -> float:
     child = os.fork()
     if child == 0:

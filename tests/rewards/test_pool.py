@@ -317,8 +317,8 @@ def test_a_plain_function_may_run_an_event_loop_of_its_own():
 # Code that a model wrote, run by a function in its own process
 
 
-@pytest.mark.parametrize("name", ["writes_everywhere", "writes_a_byte", "announces_gigabytes"])
-def test_a_forged_reply_scores_nobody_and_shifts_no_reward(name: str):
+@pytest.mark.parametrize("name", ["writes_everywhere", "writes_a_byte", "announces_gigabytes", "nests_without_end"])
+def test_a_forged_reply_scores_nobody_and_shifts_no_reward(name: str, caplog: pytest.LogCaptureFixture):
     async def body(pool: RewardPool) -> tuple[float | BaseException, list[float]]:
         (forged,) = await asyncio.gather(score(pool, name), return_exceptions=True)
         return forged, [await score(pool, "length", given("x" * number)) for number in range(5)]
@@ -329,6 +329,7 @@ def test_a_forged_reply_scores_nobody_and_shifts_no_reward(name: str):
     assert after == [0.0, 1.0, 2.0, 3.0, 4.0]
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mb < 100, "a reply that is announced as gigabytes is not read"
+    assert not caplog.records, "it is no bug of ours, with a traceback"
 
 
 def test_a_thread_that_stays_behind_and_writes_hurts_nobody_else():
