@@ -124,15 +124,16 @@ def test_answers_to_the_same_prompt_form_a_group(desk: Path, capsys: pytest.Capt
     assert "infrastructure_failed" in found[7]["why"]
 
 
-def test_a_row_that_is_no_plain_data_costs_its_own_group_its_reward(desk: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_with_integers_of_any_size_form_groups(desk: Path, capsys: pytest.CaptureFixture[str]):
     only_groups = GROUPS.replace('[[rewards.functions]]\nfunction = "scores_of_mine:score"', "")
     (desk / "recipe.toml").write_text(RECIPE.replace(', reward = "scores_of_mine:score"', "") + only_groups)
     (desk / "ranks_of_mine.py").write_text(RANKS)
-    write({"row": {"prompt": "x", "number": 10**30}, "answer": "y"}, {"prompt": 3, "answer": "z"})
-    assert main(["rewards", "recipe.toml", "answers.jsonl", "--json"]) == 1
-    large, other = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert large["reward"] is None and "the row is no plain data" in large["why"]
-    assert other["reward"] == 0.0
+    rows = [{"prompt": "x", "number": 10**30 + at} for at in (0, 1, 0)]
+    write(*({"row": row, "answer": answer} for row, answer in zip(rows, "yxz", strict=True)))
+    assert main(["rewards", "recipe.toml", "answers.jsonl", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["parts"]["num"] for one in found] == [2.0, 1.0, 2.0]
+    assert [one["reward"] for one in found] == [0.0, 0.0, 10.0]
 
 
 def test_a_histogram_has_a_bin_for_each_of_few_scores_and_ten_for_many():

@@ -23,6 +23,12 @@ def echo_row(given: RewardInput) -> float:
     return given.row["values"][1] + given.num_tokens
 
 
+def num_bits(given: RewardInput) -> float:
+    within = given.row["within"][0]["list"]
+    assert within[2] is True
+    return given.row["value"].bit_length() + within[0].bit_length() + within[1]
+
+
 def is_true(given: RewardInput) -> bool:
     return given.answer == given.expected
 

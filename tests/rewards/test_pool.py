@@ -552,10 +552,22 @@ asyncio.run(main())
 def test_a_row_that_is_no_plain_data_fails_by_itself():
     async def body(pool: RewardPool) -> float:
         with pytest.raises(RewardFailed, match="the row is no plain data"):
-            await score(pool, "length", given(huge=1 << 80))
+            await score(pool, "length", given(half="\ud800"))
         return await score(pool, "length")
 
     assert with_pool(body) == 3.0
+
+
+@pytest.mark.parametrize("number", [1 << 63, 1 << 64, -(1 << 64), -(1 << 63) - 1, 1 << 80, 1 << 20_000], ids=range(6))
+def test_a_row_may_have_integers_of_any_size(number: int):
+    row = {"value": number, "within": [{"list": [number, 1, True]}]}
+    expected = {"value": number, "within": [{"list": [number, 1, True]}]}
+
+    async def body(pool: RewardPool) -> float:
+        return await score(pool, "num_bits", given(**row))
+
+    assert with_pool(body) == 2 * number.bit_length() + 1
+    assert row == expected
 
 
 @pytest.mark.parametrize(
