@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
+from polyrl.scheduling.core.bounds import Positive
 
 if importlib.util.find_spec("math_verify") is None:
     raise ImportError("math-verify is missing: pip install 'polyrl[train]'")
@@ -37,7 +38,7 @@ class _TooLong(BaseException):
     """Derives from BaseException because libraries catch Exception."""
 
 
-def score(given: RewardInput, *, limit_s: float = 5.0) -> float | Reward:
+def score(given: RewardInput, *, limit_s: Positive = 5.0) -> float | Reward:
     """Compare the answer with the expected one, in at most `limit_s` of CPU time, or the learned limit if less."""
     signal.setitimer(signal.ITIMER_PROF, 0)  # the process's own for the learned limit: it would end the import as well
     from math_verify import parse, verify
