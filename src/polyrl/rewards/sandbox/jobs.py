@@ -200,7 +200,7 @@ def _read_report(said: bytes) -> tuple[Outcome, str]:
     """Read how tests went. They ran in a process without a line of the program's code."""
     try:
         report = msgspec.json.decode(said, type=_Report)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "failed", "the tests did not come to their end"
     if report.code == 0 and report.passed and not report.failed:
         return "passed", ""
