@@ -59,6 +59,7 @@ class Grid(NamedTuple):
 
 _ENGINE = "fleet.settings={{ slots = 16, kv_tokens = 8192, speculation = '{}' }}"
 _SPECULATION = _ENGINE.format("auto")
+_LAG_4 = ("train.mode=async", "train.max_staleness=4")
 ARITHMETIC = Grid(
     "arithmetic",
     (
@@ -74,7 +75,13 @@ ARITHMETIC = Grid(
         "streaming": ("train.mode=streaming",),
         "async-1": ("train.mode=async", "train.max_staleness=1"),
         "async-2": ("train.mode=async", "train.max_staleness=2"),
-        "async-4": ("train.mode=async", "train.max_staleness=4"),
+        "async-4": _LAG_4,
+        "guard-4": (*_LAG_4, "train.min_sample_size=0.8", "train.max_norm_growth=5"),
+        "scaled-4": (*_LAG_4, "algorithm.scale_lr_by_sample_size=true"),
+        "vcpo-4": (
+            *_LAG_4, "algorithm.scale_lr_by_sample_size=true", "algorithm.baseline=optimal",
+            "algorithm.correction=tis-sequence", "algorithm.correction_high=8",
+        ),
         "race": ("train.mode=streaming", "rounds.tail_batching=race"),
         "prompts": ("train.mode=streaming", "rounds.tail_batching=prompts"),
         "designated": ("train.mode=streaming", "rounds.tail_batching=designated"),

@@ -5,8 +5,9 @@
 Every run is `polyrl train arithmetic` with real processes: a trainer whose devices generate too, and two workers. They
 are those of time_to_reward.py, which says what they took; the page is made of all that are there.
 
-Rules kept here: no figure of the page is written by hand. Reward is that of the samples that came to the trainer, which
-a race chooses; `validation` is not, and is there to be compared. A difference is taken seed by seed.
+Rules kept here: no figure of the page is written by hand; what somebody wrote above them stays. Reward is that of the
+samples that came to the trainer, which a race chooses; `validation` is not, and is there to be compared. A difference
+is taken seed by seed.
 """
 
 import argparse
@@ -142,10 +143,10 @@ runs. Of answers that ended, those whose groups came too late, or that were extr
 `predicted` knows nothing before the second epoch, which begins with step 8."""
 
 
-def page(found: dict[str, dict[int, Curve]], origin: str, picture: str) -> str:
+def page(found: dict[str, dict[int, Curve]], origin: str, picture: str, before: str) -> str:
     variants = [["variant", "settings"], *([name, f"`{' '.join(ARITHMETIC.variants[name])}`"] for name in found)]
     parts = [
-        "# What every mode learns",
+        before,
         ABOUT,
         origin,
         in_short(found),
@@ -211,13 +212,19 @@ def checks(axes: "Axes", curves: dict[int, Curve], colour: str) -> None:
 # The command
 
 
+def own_words(out: Path) -> str:
+    """Return what somebody wrote at the top of the page that is there: it stays, to be looked at again."""
+    before = out.read_text(encoding="utf-8").partition(ABOUT)[0] if out.is_file() else ""
+    return before.rstrip() or "# What every mode learns"
+
+
 def write(found: dict[str, dict[int, Curve]], runs: Path, out: Path | None, command: str) -> None:
-    folder = runs if out is None else out.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = "learning.png"
-    draw_steps(found, folder / picture)
-    text = page(found, origin(outcomes_of(found, runs), command), picture)
-    (runs / "learning.md" if out is None else out).write_text(text, encoding="utf-8")
+    out = runs / "learning.md" if out is None else out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    picture = out.with_suffix(".png").name
+    draw_steps(found, out.parent / picture)
+    text = page(found, origin(outcomes_of(found, runs), command), picture, own_words(out))
+    out.write_text(text, encoding="utf-8")
     for rows in (learned(found), biased(found)):
         print("\n" + as_markdown(rows))
     print("\n" + in_short(found))
