@@ -199,16 +199,19 @@ def seeding_ablation(player: Player, num_steps: int = 24, warmup_steps: int = 12
     return section
 
 
-def memory_ablation(player: Player) -> Section:
+def memory_ablation(
+    player: Player, every_s: float = 2000.0, num_steps: int = 60, warmup_steps: int = 14, at_least: int = 2
+) -> Section:
     section = Section(
         "Without memory of the seeding window (RLBoost, 14B)",
-        "The fleet goes from six workers to two and back every 2,000 s, without notice: how it changed in the "
-        f"published run is not known, so no tolerance is set. {_CALIBRATED_14B}",
+        f"The fleet goes from six workers to two and back every {every_s:,.0f} s, without notice: how it changed in "
+        f"the published run is not known, so no tolerance is set. {_CALIBRATED_14B}",
     )
-    events = ", ".join(f"{{at_s={2000 * number}, workers={2 if number % 2 else 6}}}" for number in range(1, 12))
-    world = (f"supply.events=[{events}]", "supply.notice_s=0", "run.steps=60", "run.warmup_steps=14")
+    events = ", ".join(f"{{at_s={every_s * number:g}, workers={2 if number % 2 else 6}}}" for number in range(1, 12))
+    length = (f"run.steps={num_steps}", f"run.warmup_steps={warmup_steps}")
+    world = (f"supply.events=[{events}]", "supply.notice_s=0", *length)
     cases = {flag: Variant("elastic-14b", (*world, f"seeding.remember={flag}")) for flag in ("true", "false")}
-    speed = {flag: mean(one, tok_s) for flag, one in player.play(cases, at_least=2).items()}
+    speed = {flag: mean(one, tok_s) for flag, one in player.play(cases, at_least=at_least).items()}
     gain = speed["true"] / speed["false"]
     section.compare("14B tokens/s", [relative("with memory / without", WITH_WINDOW_MEMORY, gain, shape=".3f")])
     section.claim(f"memory does no harm ({times(gain)})", holds=gain > 0.995)

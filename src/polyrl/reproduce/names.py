@@ -51,7 +51,9 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
         partial(elastic.seeding_ablation, num_steps=6, warmup_steps=3),
     ),
     "memory-ablation": Reproduction(
-        "RLBoost, 14B: without memory of the seeding window", elastic.memory_ablation, _TOO_LONG
+        "RLBoost, 14B: without memory of the seeding window",
+        elastic.memory_ablation,
+        partial(elastic.memory_ablation, every_s=1500.0, num_steps=18, warmup_steps=9, at_least=1),
     ),
     "spot-trace": Reproduction(
         "RLBoost, 8B and 14B: two segments of two hours of a spot market",
