@@ -59,7 +59,6 @@ class Grid(NamedTuple):
 
 _ENGINE = "fleet.settings={{ slots = 16, kv_tokens = 8192, speculation = '{}' }}"
 _SPECULATION = _ENGINE.format("auto")
-_LAG_4 = ("train.mode=async", "train.max_staleness=4")
 ARITHMETIC = Grid(
     "arithmetic",
     (
@@ -75,13 +74,7 @@ ARITHMETIC = Grid(
         "streaming": ("train.mode=streaming",),
         "async-1": ("train.mode=async", "train.max_staleness=1"),
         "async-2": ("train.mode=async", "train.max_staleness=2"),
-        "async-4": _LAG_4,
-        "guard-4": (*_LAG_4, "train.min_sample_size=0.8", "train.max_norm_growth=5"),
-        "scaled-4": (*_LAG_4, "algorithm.scale_lr_by_sample_size=true"),
-        "vcpo-4": (
-            *_LAG_4, "algorithm.scale_lr_by_sample_size=true", "algorithm.baseline=optimal",
-            "algorithm.correction=tis-sequence", "algorithm.correction_high=8",
-        ),
+        "async-4": ("train.mode=async", "train.max_staleness=4"),
         "race": ("train.mode=streaming", "rounds.tail_batching=race"),
         "prompts": ("train.mode=streaming", "rounds.tail_batching=prompts"),
         "designated": ("train.mode=streaming", "rounds.tail_batching=designated"),
@@ -90,6 +83,24 @@ ARITHMETIC = Grid(
         "together": ("train.mode=async", "train.max_staleness=2", "rounds.tail_batching=prompts", _SPECULATION),
     },
 )  # fmt: skip
+_LAG_8 = ("train.mode=async", "train.max_staleness=8")
+_SCALED = "algorithm.scale_lr_by_sample_size=true"
+STALE = Grid(
+    "arithmetic",
+    (*ARITHMETIC.settings, "optimizer.lr=6e-4"),
+    {
+        BASELINE: ("train.mode=synchronous",),
+        "lag-8": _LAG_8,
+        "guard-8": (*_LAG_8, "train.min_sample_size=0.8", "train.max_norm_growth=5"),
+        "scaled-8": (*_LAG_8, _SCALED),
+        "vcpo-8": (
+            *_LAG_8, _SCALED, "algorithm.baseline=optimal", "algorithm.correction=tis-sequence",
+            "algorithm.correction_high=8",
+        ),
+        "tis-8": (*_LAG_8, "algorithm.correction=tis-sequence", "algorithm.correction_high=8"),
+    },
+)  # fmt: skip
+"""Weights that are eight versions behind, at four times the learning rate: what guards are for."""
 
 
 class Curve(NamedTuple):
