@@ -30,7 +30,7 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
     "elastic-8b": Reproduction(
         "RLBoost, 8B: from no worker to four and back; tokens/s, tokens per dollar, seeding windows",
         elastic.staircase,
-        partial(elastic.staircase, levels=(0, 1, 2, 1, 0), level_s=800.0, num_steps=10, baseline=elastic.TWO_STEPS),
+        partial(elastic.staircase, levels=(0, 1, 2, 4, 2, 0), level_s=1500.0, num_steps=27, baseline=elastic.TWO_STEPS),
     ),
     "elastic-14b": Reproduction(
         "RLBoost, 14B: static fleets of one and six workers, short and long answers", elastic.static_14b, _TOO_LONG
