@@ -4,8 +4,9 @@ The optimal baseline of a group (objectives/advantages.py) weighs rewards with i
 it is trained, correction and token weights included: with `tis-sequence` below its cap, and each token's weight 1, it
 is w^2 |grad log p|^2 of VCPO (arXiv 2602.17616). Under a loss that clips, tokens beyond the upper bound pull nothing.
 
-Each sample has a forward and a backward pass of its own, by the weights at the step's start, which nothing is added to:
-training takes about twice as long. An episode of several sequences is one sample, and its gradient their sum.
+Each sample has a forward and a backward pass of its own, by the weights at the step's start, and leaves nothing in the
+gradient that is trained: twice the work, and more where many short answers would fit into a pack. An episode of several
+sequences is one sample, and its gradient their sum.
 
 Left out: ranks that share a model. None of them has the gradient of one sample.
 """
