@@ -63,7 +63,7 @@ export const dollars = (value) =>
 /** A table: titles, where a title that ends with # is a column of numbers, and rows of cells. `kind`: a class for its look. */
 export function table(caption, titles, rows, kind = "") {
   const isNumber = titles.map((title) => title.endsWith("#"));
-  return h("div", { class: `scroll ${kind}`, role: "region", tabindex: "0", "aria-label": caption }, h("table", {},
+  return h("div", { class: `scroll ${kind}`, role: "region", tabindex: "0", "aria-label": `Table: ${caption}` }, h("table", {},
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, titles.map((title, place) =>
       title ? h("th", { scope: "col", class: isNumber[place] ? "num" : "" }, title.replace(/#$/, "")) : h("td")))),
