@@ -49,7 +49,7 @@ test-gpu-scripts: setup ## run the scripts and kernels for GPUs with tiny models
 	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu tests/builtin $(ARGS)
 
 test-web: setup ## open the dashboard in a real browser (needs chromium; installs playwright once)
-	@$(BIN)/python -c "import playwright, axe_playwright_python" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright axe-playwright-python
+	@$(BIN)/python -c "import playwright, axe_playwright_python, grafana_foundation_sdk" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright axe-playwright-python grafana-foundation-sdk
 	$(BIN)/python -m pytest -m web tests/web $(ARGS)
 
 test-verl: setup verl ## hold losses, advantages, KL and aggregation against verl's own functions (installs verl once, 270 MB)
