@@ -32,6 +32,8 @@ _PIECE = re.compile(rf"^(?:```|~~~).*?^(?:```|~~~)[^\n]*$|{_LINK}|`(?:[^`\n]|\n(
 _SHIM = "assets/iframe-worker.js"
 """Lets the search work in pages that are opened from the disk. The theme would fetch it from another server."""
 _SHIM_ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
+_READ_FIRST = ("guides", "concepts")
+"""Folders whose pages explain a word: a search shows them above results and logs that use it."""
 _WEB = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
@@ -76,8 +78,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page for its place on the site."""
+    """Rewrite the links of a page for its place on the site, and say how much its words count in a search."""
     del config, files
+    if page.file.src_uri.split("/")[0] in _READ_FIRST:
+        page.meta["search"] = {"boost": 3}
     return rewrite_links(markdown, page.file.src_uri)
 
 
