@@ -151,10 +151,11 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _train(recipe: "Recipe", run_dir: Path, args: argparse.Namespace, resumed: "Resumed | None" = None) -> int:
     from polyrl.errors import RankLost
-    from polyrl.run import going_on
+    from polyrl.run import going_on, nodes
     from polyrl.run.supervising import Interrupted
     from polyrl.run.training import train
 
+    nodes.check_ranks(os.environ, recipe.train.ranks)
     try:
         return conclude(run_dir, train(recipe, run_dir, resumed=resumed, quiet=args.quiet))
     except Interrupted:
