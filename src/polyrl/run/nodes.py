@@ -28,7 +28,8 @@ _NUM_RANKS = "polyrl/ranks"
 _WAIT_S = 600.0
 """How long a node waits for node zero to begin, or to go on."""
 _LOOK_EVERY_S = 0.2
-_ASK_AGAIN_S = 2.0
+_ASK_AGAIN_S = 0.5
+_PROBE_S = 5.0
 _MOST_RANKS = 1 << 16
 _SLURM_NODE = "SLURM_NODEID"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -154,14 +155,25 @@ def _why_unknown(host: str) -> str:
     return ""
 
 
+def _is_listening(meet: str) -> bool:
+    """Return whether a process listens there. torch would fill the terminal with traces of its own until one does."""
+    host, _, port = meet.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _world_size(nodes: Nodes) -> int:
     """Return the number of all ranks, as soon as node zero says so."""
     until, told = time.monotonic() + _WAIT_S, ""
     while time.monotonic() < until:
-        if why := _why_unknown(nodes.meet.rpartition(":")[0]):
-            if why != told:
-                print(f"node {nodes.number}: {nodes.meet} is not known here yet: {why}", flush=True)
-            told = why
+        why = _why_unknown(nodes.meet.rpartition(":")[0])
+        if why and why != told:
+            print(f"node {nodes.number}: {nodes.meet} is not known here yet: {why}", flush=True)
+        told = why
+        if why or not _is_listening(nodes.meet):
             time.sleep(_ASK_AGAIN_S)
             continue
         try:
