@@ -92,8 +92,8 @@ def _show(found: "list[KeptSample]", text_of: "Texts", kept: "Kept", *, full: bo
         _show_one(console, sample, text_of, full=full)
     steps = kept.trained_steps or kept.steps  # the journal, which may be large, is read for what is not trained yet
     first, last = steps[0], steps[-1]
-    there = f"step {first}" if first == last else f"steps {first} to {last}"
-    console.print(f"{len(found)} shown; {there} are kept. --step, --worst, --best, --grep and --limit choose")
+    there = f"step {first} is" if first == last else f"steps {first} to {last} are"
+    console.print(f"{len(found)} shown; {there} kept. --step, --worst, --best, --grep and --limit choose")
 
 
 def _show_one(console: "Console", sample: "KeptSample", text_of: "Texts", *, full: bool) -> None:

@@ -209,6 +209,7 @@ def order(run: Run, lease: LeaseId) -> None:
             max_tokens(run, sample.id),
             mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
+            goes_on=question is not None,
         )
     )
 

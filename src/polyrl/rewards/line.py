@@ -305,7 +305,7 @@ class RewardProcess(asyncio.Protocol):
                 self._hear(decode_reply(body))
                 if self._broken:
                     return
-        except (TooLarge, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (TooLarge, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._break(f"its process said what is no reply: {one_line(error)}")
             return
         if self._buffer and not self._waiting:

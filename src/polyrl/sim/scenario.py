@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from polyrl.config.supply_trace import SupplyEvent
 from polyrl.engines.lockstep import EngineTimes
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Region, Share
 from polyrl.scheduling.core.parameters import (
@@ -223,14 +224,6 @@ class WorkloadSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A JSONL file of recorded lengths, in place of the quantiles. Its path starts from the file that says so."""
     growth_per_step: Annotated[float, Meta(gt=-1, le=1)] = 0.0
     """Answers grow by this share every step (models learn to think longer)."""
-
-
-class SupplyEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    at_s: NotNegative
-    workers: Count
-    """Remote workers that the market grants from this moment on."""
-    usd_per_hour: NotNegative | None = None
-    """The price of every remote worker from this moment on; none: as before, at first `fleet.price_usd_per_hour`."""
 
 
 class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from typing import assert_never
 
 from msgspec import structs
 
+from polyrl.config.supply_trace import read_supply_trace
 from polyrl.errors import LawViolation, PolyrlError
 from polyrl.ids import GroupId, SampleId, Seconds, Step, WorkerName, group_of, index_of
 from polyrl.journal.records import JournalDigest, encode_record
@@ -30,7 +31,7 @@ from polyrl.sim.host_model import HostModel
 from polyrl.sim.machines import Agenda
 from polyrl.sim.reward_model import ModelledRewards
 from polyrl.sim.scenario import Scenario
-from polyrl.sim.supply import plan_supply, read_supply_trace
+from polyrl.sim.supply import plan_supply
 from polyrl.sim.trainer_model import TrainerModel
 from polyrl.sim.workload import Workload, read_trace
 from polyrl.telemetry.timeline import Timeline

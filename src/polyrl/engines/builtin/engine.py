@@ -205,7 +205,8 @@ class BuiltinEngine:
             self._sink.ended(job.lease, "refused", why_not)
             return
         ending = self._ending(job)
-        member = Member(job.lease, [*job.prompt, *job.so_far], self._longest(job), _Answer(job, ending))
+        num_kept = None if job.goes_on else len(job.prompt)
+        member = Member(job.lease, [*job.prompt, *job.so_far], self._longest(job), _Answer(job, ending), num_kept)
         if job.so_far and ending.is_over(job.so_far):
             self._sink.ended(job.lease, "stop")  # its end was made already, and not heard of
             return

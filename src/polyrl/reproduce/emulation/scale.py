@@ -89,6 +89,12 @@ def _patient(rules: FleetRules, scale: Scale) -> FleetRules:
     )
 
 
+def as_patient(scale: Scale) -> tuple[str, ...]:
+    """Return overrides with which a simulation misses a dead worker as late as the scaled run does."""
+    seconds = max(FleetRules().heartbeat_timeout_s, LEAST_HEARTBEAT_TIMEOUT_S * scale.speedup)
+    return (f"fleet_rules.heartbeat_timeout_s={seconds:g}",)
+
+
 def manager_settings(scenario: Scenario, scale: Scale) -> ManagerSettings:
     return ManagerSettings(
         stream=StreamSettings(
