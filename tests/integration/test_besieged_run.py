@@ -121,7 +121,7 @@ LIES: dict[str, tuple[Say, str]] = {
     "unstopped": (lie(lambda one, version: answer(one, version, [7])), "which ends none"),
     "overlong": (lie(lambda one, version: answer(one, version, [7] * (CAP + 1), "length")), f"{CAP}"),
     "gap": (lie(lambda one, version: tokens(one.lease, offset=9, version=version)), "gap"),
-    "future": (lie(lambda one, version: tokens(one.lease, version=version + 1000)), "a version that it does not hold"),
+    "future": (lie(lambda one, version: tokens(one.lease, version=version + 1000)), "which it does not hold"),
     "unpublished": (lie(lambda _, version: frames.Installed(version + 1000)), "never published"),
     "duty": (lie(lambda _one, _version: frames.OnDuty("training")), "only the trainer's own workers have duties"),
     "number": (lie(lambda _one, _version: frames.Hello(0, b"\1\2\3")), "ends inside a number"),
@@ -131,7 +131,7 @@ LIES: dict[str, tuple[Say, str]] = {
 async def attack_by_lies(place: Place) -> None:
     for name, (say, words) in LIES.items():
         fate = await with_orders(place, name, say)
-        assert fate.why.startswith("refused: ") and words in fate.why, (name, fate)
+        assert fate.why.startswith("refused: ") and words in fate.why and "expected" in fate.why, (name, fate)
 
 
 async def attack_by_hand_overs(place: Place) -> None:
