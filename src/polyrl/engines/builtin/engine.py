@@ -294,7 +294,7 @@ class BuiltinEngine:
         assert installer is not None and runner is not None
         staged = await asyncio.to_thread(installer.stage, weights)
         if staged is None and weights.version != self._version and not weights.in_place:
-            raise EngineError(f"nobody says where version {weights.version} can be had")
+            raise EngineError(f"version {weights.version} has no known source")
         began = time.perf_counter()
         async with self._come_between():
             self._check_that_it_runs()
