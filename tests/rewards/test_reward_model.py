@@ -294,8 +294,8 @@ def wrong_folder(tmp_path: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        ("nothing", "path: .*/m: no config.json can be read there: FileNotFoundError"),
-        ("no JSON", "path: .*/m: no config.json can be read there: JSONDecodeError"),
+        ("nothing", "path: .*/m: no config.json there; expected a Hugging Face model directory"),
+        ("no JSON", "path: .*/m: its config.json cannot be read: JSONDecodeError"),
         (
             "a language model",
             "path: .*/m is of LlamaForCausalLM, expected one that ends with ForSequenceClassification",

@@ -321,7 +321,7 @@ class RewardProcess(asyncio.Protocol):
     def _hear(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.nonce)
         if waiting is None:
-            self._break("its process answered what nobody asked")
+            self._break("its process sent an answer without a request")
             return
         if isinstance(reply, Began):
             if waiting.began_at is not None:
