@@ -5,7 +5,7 @@
 Every run is `polyrl train arithmetic` with real processes: a trainer whose devices generate too, and two workers. They
 are those of time_to_reward.py, which says what they took; the page is made of all that are there.
 
-Rules kept here: no figure of the page is written by hand; what somebody wrote above them stays. Reward is that of the
+Rules kept here: no figure of the page is written by hand; words above the figures stay. Reward is that of the
 samples that came to the trainer, which a race chooses; `validation` is not, and is there to be compared. A difference
 is taken seed by seed.
 """
@@ -216,7 +216,7 @@ def checks(axes: "Axes", curves: dict[int, Curve], colour: str) -> None:
 
 
 def own_words(out: Path) -> str:
-    """Return what somebody wrote at the top of the page that is there: it stays, to be looked at again."""
+    """Return the words above the figures of the page that is there: they stay, to be looked at again."""
     before = out.read_text(encoding="utf-8").partition(ABOUT)[0] if out.is_file() else ""
     return before.rstrip() or "# What every mode learns"
 
