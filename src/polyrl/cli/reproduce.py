@@ -33,8 +33,6 @@ _MOST_SPEEDUP = 1000.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", metavar="NAME", nargs="*", help="what to reproduce; none: list what there is")
     parser.add_argument(
         "--on", default="simulation", metavar="PLACE", help="simulation, emulated or gpu (default: %(default)s)"

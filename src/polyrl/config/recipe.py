@@ -779,9 +779,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _check_mooncake(self) -> None:
         if self.weights.mooncake and self.manager.tls_cert:
-            raise ValueError(
-                "weights.mooncake: is not encrypted, and asks nobody for a key; leave manager.tls_cert out"
-            )
+            raise ValueError("weights.mooncake: is not encrypted, and needs no key; leave manager.tls_cert out")
 
     def _check_price(self) -> None:
         price, most = self.fleet.price_usd_per_hour, self.manager.max_price_usd_per_hour
@@ -842,10 +840,10 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 "lora.dropout: expected 0 with train.context_ranks, which divide the samples it is drawn for"
             )
-        if ranks > replicas and (self.optimizer.offload or self.optimizer.kind != "adamw"):
+        if ranks > replicas and self.optimizer.kind != "adamw":
             raise ValueError(
-                'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank, or '
-                "as many as train.replicas; ranks divide the optimizer's state already"
+                'train.ranks: expected 1, since optimizer.kind other than "adamw" is for one rank, or as many as '
+                "train.replicas; ranks divide the optimizer's state already"
             )
         if ranks > replicas and self.algorithm.baseline == "optimal":
             raise ValueError(

@@ -40,7 +40,7 @@ def check_that_it_can_be_emulated(scenario: Scenario) -> None:
     reasons = (
         (scenario.parallelism.enabled, "parallelism.enabled: an emulated engine has no width"),
         (scenario.has_environments, "environments: its episodes need hosts"),
-        (scenario.fleet.is_held, "fleet.held_by_advice: nobody asks for workers here"),
+        (scenario.fleet.is_held, "fleet.held_by_advice: workers are not asked for here"),
         (scenario.faults.partitions_per_hour > 0, "faults.partitions_per_hour: loopback is not cut here"),
         (scenario.faults.late_s > 0 or scenario.faults.repeat_share > 0, "faults: news is not late or repeated here"),
         (scenario.trainer.filter_equal, "trainer.filter_equal: this trainer rejects no group"),
