@@ -68,7 +68,7 @@ verl: setup ## install verl beside PolyRL, without what only its trainer needs
 
 test-environments: setup environments ## play public environments, and train on three while processes are killed (installs their packages once)
 	.venv-environments/bin/python -m pytest tests/hosts $(ARGS)
-	.venv-openenv/bin/python -m pytest tests/hosts/test_packages.py $(ARGS)
+	.venv-openenv/bin/python -m pytest tests/hosts/test_packages.py tests/hosts/test_hostile_answers.py $(ARGS)
 	$(BIN)/python -m pytest -m environments tests/environments $(ARGS)
 
 environments: ## install public environments beside PolyRL: verifiers and OpenEnv need different libraries (minutes, once)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from benchmarks.markets import DEMAND, HORIZON_S, KINDS, LEAST, main, write_market
 
-from polyrl.sim.supply import read_supply_trace
+from polyrl.config.supply_trace import read_supply_trace
 
 
 @pytest.mark.parametrize("kind", KINDS)

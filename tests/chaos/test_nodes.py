@@ -120,6 +120,16 @@ def test_a_dead_rank_and_a_node_cut_off_stop_the_step_in_one_line_and_the_run_go
     assert "Traceback" not in read(first_log)
 
 
+def test_a_machine_that_waits_for_the_first_one_says_so_and_nothing_else(tmp_path: Path):
+    argv = [sys.executable, "-m", "polyrl", "train", "--nodes", "2", "--node", "1", "--meet", "127.0.0.1:9"]
+    with started(argv, tmp_path / "log") as process:
+        until(lambda: read(tmp_path / "log") != "", "it says nothing")
+        time.sleep(8)  # torch tries for 5 s, and has much to tell then
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert read(tmp_path / "log") == "node 1: waits for node 0 at 127.0.0.1:9\npolyrl: interrupted\n"
+
+
 def goes_on(
     first: subprocess.Popen[bytes], log: Path, run_dir: Path, times: int, then: Callable[[], None] | None = None
 ) -> str:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -45,10 +45,11 @@ def running(*settings: str) -> Iterator[None]:
         reward.write("\n\nimport time\n\ndef fine(given):\n    time.sleep(0.1)\n    return given.num_tokens % 2\n")
     process = start("train.steps=100000", "data.reward=their_reward:fine", *settings)
     try:
-        until((RUN / "metrics.jsonl").exists)
+        until(lambda: (RUN / "metrics.jsonl").exists() or process.poll() is not None)
         yield
     finally:
-        os.kill(process.pid, signal.SIGINT)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
 
@@ -71,6 +72,27 @@ def test_a_worker_that_is_killed_is_started_again_and_up_and_down_may_be_said_tw
         assert polyrl("up", str(RUN), "--auto").returncode == 0
         until(lambda: len(workers()) == 1)
     until(lambda: workers() == {})
+
+
+@pytest.mark.chaos
+def test_the_autoscaler_follows_a_market_within_its_budget_and_says_why(desk: Path):
+    lines = ("at_s,workers,usd_per_hour", "0,2,0.5", "40,1,0.5", "50,3,4")
+    (desk / "supply.csv").write_text("\n".join(lines) + "\n")
+    market = 'fleet.provider_args={ supply = "supply.csv", notice_s = 2.0 }'
+    scaled = ("scaling.enabled=true", "scaling.max_workers=4", "scaling.max_usd_per_hour=1.2", "fleet.workers=2")
+    with running(*scaled, market, "train.price_usd_per_hour=3", "fleet.wait=true"):
+        until(lambda: not workers())
+    told = polyrl("plan", "--explain", str(RUN))
+    assert told.returncode == 0, told.stdout + told.stderr
+    offers = [line.partition("offered: ")[2] for line in told.stdout.splitlines() if "offered: " in line]
+    assert offers[:3] == [
+        "2 workers at $0.50 an hour each",
+        "1 workers at $0.50 an hour each",
+        "3 workers at $4.00 an hour each",
+    ]
+    assert len(offers) == 3, "each change is told once"
+    decision = next(line for line in told.stdout.splitlines() if "0 workers: " in line)
+    assert "0 are within $1.2 an hour" in decision and "another costs $4.00 an hour" in decision
 
 
 def test_what_cannot_be_brought_up_is_one_line(desk: Path, capsys: pytest.CaptureFixture[str]):

@@ -53,11 +53,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lora, kl": {"lora": LORA, "settings": {"kl": "loss", "kl_coef": 0.3}, "own_reference": True},
     "lora, bfloat16": {"lora": LORA, "dtype": "bfloat16", "gradient_checkpointing": True},
     "lora, adapter": {"lora": replace(LORA, publish="adapter")},
+    "lora, offload": {"lora": LORA, "offload": True},
     "small packs": {"max_tokens": 30},
     "one sample": {"groups": 1, "samples": 1},
     "layers again": {"gradient_checkpointing": True},
     "tied": {"family": "gemma"},
     "bfloat16": {"dtype": "bfloat16"},
+    "offload, ppo": {"offload": True, "settings": {"advantage": "gae"}, "dtype": "bfloat16"},
     "nothing": {"groups": 0},
     "forged samples": {"forged": (1, 4)},
     "episodes": {"episodes": (3, 1, 5), "settings": {"aggregation": "seq-mean-token-mean"}, "max_tokens": 40},
@@ -110,7 +112,7 @@ def make_crew(
     reference = None if config.kl == "none" else load(folder / f"{family}-reference", dtype, ranks)
     if shape.get("own_reference") and isinstance(policy, lora.LoraPolicy):
         reference = policy.reference
-    settings = OptimizerConfig(lr=1e-3, grad_clip=0.5, weight_decay=0.1)
+    settings = OptimizerConfig(lr=1e-3, grad_clip=0.5, weight_decay=0.1, offload=shape.get("offload", False))
     critic = None
     if config.advantage == "gae":
         critic = Critic(load(folder / family, dtype, ranks), replace(settings, lr=3e-3), 8, ranks)
@@ -226,7 +228,7 @@ def go_on(ranks: Ranks, folder: Path) -> None:
         shards.save(run_dir, TrainerState(next_step=4), threading.Event())
         shards.close()
         leader.stop()
-    learner = make_crew(folder, ranks, WITH_CRITIC, {})
+    learner = make_crew(folder, ranks, WITH_CRITIC, {"offload": True})
     in_shards = folder / "from-two-later-in-shards"
     restoring.restore(learner, ranks, checkpoint.found(in_shards)[-1], is_shared=True)
     again = dict(sharding.gather(learner.state().items()))

@@ -41,6 +41,14 @@ def test_all_weights_offloaded_and_in_eight_bits(folder):
     assert plan(folder, dtype="float32").masters == 0
 
 
+def test_of_ranks_that_share_a_model_only_the_moments_are_offloaded(folder):
+    ranks = {"train": {"ranks": 2}, "algorithm": {"advantage": "gae"}}
+    plain, away = plan(folder, **ranks), plan(folder, **ranks, optimizer={"offload": True})
+    assert (away.masters, away.moments) == (plain.masters, 0)
+    assert (away.offloaded, away.critic) == (2 * plain.moments, plain.critic - plain.moments)
+    assert away.total == plain.total - 2 * plain.moments
+
+
 def test_deltas_made_on_the_device_need_one_more_version_there(folder):
     device: dict[str, object] = {"encode_on": "device"}
     plain, ours = plan(folder), plan(folder, weights=device)

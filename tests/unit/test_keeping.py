@@ -11,6 +11,7 @@ from polyrl.config import build
 from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
+from polyrl.providers.market import MarketOffer
 from polyrl.providers.provider import HeldWorker, WorkerOrder
 from polyrl.run.devices_in_use import DevicesInUse
 from polyrl.run.keeping import FleetKeeper, keepers_lock, read_wanted, write_wanted
@@ -68,6 +69,37 @@ async def settle(keeper: FleetKeeper, advised: int | None = None, *goes: str) ->
     for _ in range(5):
         await keeper.look(lambda _: None, advised, goes)
         await asyncio.sleep(0.01)
+
+
+class Spot(Machine):
+    """A machine of a market that offers what it is told to."""
+
+    offered = MarketOffer(3, 0.5)
+
+    async def offer(self) -> MarketOffer:
+        return self.offered
+
+    def prices(self) -> dict[str, str]:
+        return {name: one.arguments[one.arguments.index("--price") + 1] for name, one in self.orders.items()}
+
+
+def test_no_more_workers_start_than_the_market_offers_and_each_has_the_price_of_its_start(tmp_path: Path):
+    async def play() -> None:
+        machine = Spot()
+        keeper = kept(recipe(fleet={"workers": 5, "price_usd_per_hour": 9.0}), tmp_path, machine)
+        await settle(keeper)
+        assert machine.prices() == dict.fromkeys(("worker-0", "worker-1", "worker-2"), "0.5")
+        machine.offered = MarketOffer(4, 2.25)
+        await settle(keeper)
+        assert machine.prices()["worker-3"] == "2.25" and len(machine.orders) == 4
+        machine.offered = MarketOffer(1, None)
+        await settle(keeper)
+        assert len(machine.orders) == 4, "a market takes machines back itself"
+        machine.offered = MarketOffer(9, None)
+        await settle(keeper)
+        assert machine.prices()["worker-4"] == "9", "the recipe's"
+
+    asyncio.run(play())
 
 
 WIDE = {"fleet": {"tensor_parallel": 2}, "scaling": {"enabled": True, "max_workers": 4}}

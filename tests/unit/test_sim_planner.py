@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.tiny import write_tiny
 
+from polyrl.config.supply_trace import SupplyEvent
 from polyrl.sim.library import load_scenario
 from polyrl.sim.planner import (
     Choice,
@@ -17,7 +18,6 @@ from polyrl.sim.planner import (
     price,
     steps_in_period,
 )
-from polyrl.sim.scenario import SupplyEvent
 
 
 @pytest.fixture

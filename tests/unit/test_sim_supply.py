@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyrl.config.supply_trace import SupplyEvent, read_supply_trace
 from polyrl.errors import ConfigError
 from polyrl.ids import WorkerName
-from polyrl.sim.scenario import FaultsSection, SimFleetSection, SupplyEvent, SupplySection
-from polyrl.sim.supply import WorldEvent, plan_supply, read_supply_trace, speed_of
+from polyrl.sim.scenario import FaultsSection, SimFleetSection, SupplySection
+from polyrl.sim.supply import WorldEvent, plan_supply, speed_of
 
 NO_FAULTS = FaultsSection()
 

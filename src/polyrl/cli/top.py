@@ -24,8 +24,6 @@ _LOOK_EVERY_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help="the directory of a live run on this machine")
     parser.add_argument("--manager", metavar="URL", help="default: that of RUN")
     dialing.add_credentials(parser)

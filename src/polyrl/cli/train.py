@@ -24,14 +24,13 @@ examples:
   torchrun --nproc-per-node 4 -m polyrl train recipe.toml
   polyrl train recipe.toml --ranks 8 --nodes 2 --meet 10.0.0.1:29500      on the first of two machines
   polyrl train --nodes 2 --node 1 --meet 10.0.0.1:29500                   on the second
+  polyrl train recipe.toml --ranks 8 --nodes 2 --on ray                   the second is one of Ray's
 
 A recipe is a TOML file, or the name of one that ships with PolyRL; docs/reference/recipes.md lists every key. The run's
 directory holds journal, metrics and logs. Workers may join and leave at any time: the command for that is printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipe", nargs="?", help="a TOML file, or a name of --list")
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example train.steps=40")
     parser.add_argument("--list", action="store_true", help="list the recipes that ship with PolyRL")
@@ -41,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="machines that the ranks are on, equally many on each")
     parser.add_argument("--node", type=int, metavar="K", help="this machine's number; 0 (default) runs the run")
     parser.add_argument("--meet", metavar="HOST:PORT", help="where the other machines reach the first one")
+    parser.add_argument("--on", choices=["ray"], help="have the other machines of a cluster's scheduler")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and the plan, and stop")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
 
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     registry.check_libraries()
     from polyrl.run import going_on, nodes, ranks
 
+    if args.on is not None and not args.dry_run:
+        return _run_on_ray(args)
     wanted = nodes.of_options(args.nodes, args.node, args.meet, os.environ)
     if wanted is not None and wanted.number > 0:
         return 0 if args.dry_run else nodes.lend(wanted)
@@ -80,6 +82,34 @@ def run(args: argparse.Namespace) -> int:
         print(show_plan(fit(recipe), run_dir))
         return 0
     return _train(recipe, run_dir, args)
+
+
+def _run_on_ray(args: argparse.Namespace) -> int:
+    from polyrl.config import apply_overrides, build, load_toml
+    from polyrl.config.recipe import Recipe
+    from polyrl.config.recipe_files import load_recipe
+    from polyrl.engines.builtin.config import choose_device
+    from polyrl.errors import UserError
+    from polyrl.run import nodes, ray_nodes
+
+    if args.node is not None or args.nodes is None:
+        raise UserError("--on ray: expected --nodes N, how many machines, and no --node, which it chooses itself")
+    overrides, names = _overrides(args), [one for one in (args.recipe, *args.settings) if one is not None]
+    if args.resume is not None:
+        file = Path(args.resume) / "recipe.toml"
+        recipe = build(apply_overrides(load_toml(file), [*names, *overrides[len(args.settings) :]]), Recipe)
+    elif args.recipe is not None:
+        recipe = load_recipe(args.recipe, overrides)
+    else:
+        raise UserError("a recipe is missing: expected a TOML file, a name of `polyrl train --list`, or --resume DIR")
+    nodes.of_options(args.nodes, 0, args.meet or "here:0", {})
+    if recipe.train.ranks % args.nodes:
+        raise UserError(f"train.ranks: {recipe.train.ranks} on {args.nodes} nodes; expected a multiple of that")
+    on_gpus = choose_device(recipe.model.device).startswith("cuda")
+    wanted = ray_nodes.RayNodes(args.nodes, recipe.train.ranks // args.nodes, on_gpus, args.meet)
+    given = {"--run-dir": args.run_dir, "--resume": args.resume, "--ranks": args.ranks}
+    options = [str(word) for name, value in given.items() if value is not None for word in (name, value)]
+    return ray_nodes.run_on_ray(wanted, [*names, *options, *(["--quiet"] if args.quiet else [])])
 
 
 def _has_begun(run_dir: Path) -> bool:
@@ -119,10 +149,11 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _train(recipe: "Recipe", run_dir: Path, args: argparse.Namespace, resumed: "Resumed | None" = None) -> int:
     from polyrl.errors import RankLost
-    from polyrl.run import going_on
+    from polyrl.run import going_on, nodes
     from polyrl.run.supervising import Interrupted
     from polyrl.run.training import train
 
+    nodes.check_ranks(os.environ, recipe.train.ranks)
     try:
         return conclude(run_dir, train(recipe, run_dir, resumed=resumed, quiet=args.quiet))
     except Interrupted:

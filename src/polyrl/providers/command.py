@@ -3,6 +3,7 @@
     start = "ssh {host} env POLYRL_TOKEN=$POLYRL_TOKEN {command}"      without it ending before the worker
     list  = "..."     prints one name a line, of all that run for {run}
     stop  = "..."     ends {name}
+    offer = "..."     prints how many workers could be had in all, and dollars an hour of one: `6 1.85`
 
 Templates are run by `sh -c`. In them stand {name}, {run}, {number}, {host}, {command} and {log}, each quoted for the
 shell; a brace that is meant as one is doubled. The worker's token is in the environment variable POLYRL_TOKEN of the
@@ -18,6 +19,7 @@ import re
 import shlex
 import signal
 import string
+import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -25,6 +27,7 @@ from typing import ClassVar
 from polyrl.errors import ConfigError
 from polyrl.parent import end_with_parent
 from polyrl.providers.calling import call
+from polyrl.providers.market import MarketOffer, why_no_offer
 from polyrl.providers.provider import HeldWorker, ProviderError, ProviderRun, WorkerOrder
 from polyrl.wire.credentials import TOKEN_VARIABLE
 
@@ -46,12 +49,19 @@ class CommandProvider:
         hosts: Sequence[str] = (),
         polyrl: str = "polyrl",
         timeout_s: float = 120.0,
+        offer: str = "",
+        offer_every_s: float = 60.0,
     ) -> None:
         """`hosts` are given to workers in turn, as {host}; `polyrl` is how PolyRL is called there."""
         self._run, self._start, self._list, self._stop = run, start, list, stop
         self._hosts, self._polyrl, self._timeout_s = tuple(hosts), polyrl, timeout_s
         self._running: dict[str, Process] = {}
-        for key, template in (("start", start), ("list", list), ("stop", stop)):
+        self._offer, self._offer_every_s = offer, offer_every_s
+        self._offered: MarketOffer | None = None
+        self._next_look_at = 0.0
+        if not 1 <= offer_every_s <= 86_400:
+            raise ConfigError(f"fleet.provider_args.offer_every_s: {offer_every_s:g}, expected 1 to 86400")
+        for key, template in (("start", start), ("list", list), ("stop", stop), ("offer", offer)):
             _check_template(f"fleet.provider_args.{key}", template, has_hosts=bool(hosts))
         if not start.strip():
             raise ConfigError("fleet.provider_args.start: is empty; expected a command with {command} in it")
@@ -74,6 +84,13 @@ class CommandProvider:
                 f"fleet.provider_args.list: printed {strange[0][:80]!r}, expected a worker's name a line"
             )
         return {name: HeldWorker(name, "running") for name in names}
+
+    async def offer(self) -> MarketOffer | None:
+        if self._offer and time.monotonic() >= self._next_look_at:
+            self._next_look_at = time.monotonic() + self._offer_every_s
+            said = await call(["sh", "-c", self._fill(self._offer, "")], timeout_s=self._timeout_s)
+            self._offered = _read_offer(said)
+        return self._offered
 
     async def start(self, order: WorkerOrder) -> None:
         held = (await self.held()).get(order.name)
@@ -108,6 +125,20 @@ class CommandProvider:
         log = "" if order is None else str(order.log_file)
         words = {"name": name, "run": self._run.id, "number": str(number), "host": host, "log": log}
         return template.format(command=command, **{key: shlex.quote(value) for key, value in words.items()})
+
+
+def _read_offer(said: str) -> MarketOffer:
+    try:
+        num, *price = said.split()
+        offer = MarketOffer(int(num), float(*price) if price else None)
+    except (TypeError, ValueError) as error:
+        raise ProviderError(
+            f"fleet.provider_args.offer: printed {said.strip()[:80]!r}, "
+            "expected a number of workers and dollars an hour"
+        ) from error
+    if why := why_no_offer(offer.num_workers, offer.usd_per_hour):
+        raise ProviderError(f"fleet.provider_args.offer: printed {why}")
+    return offer
 
 
 def _check_template(key: str, template: str, *, has_hosts: bool) -> None:

@@ -2,6 +2,10 @@
 
 Each has a file `NAME.json` with its process id and when that process began, so that another process finds it and no
 foreign one is taken for it. Workers that a run starts end with the run; those of `polyrl up` stay.
+
+With `supply`, a file of config/supply_trace.py, this machine plays a spot market for the process that keeps the fleet:
+no more workers start than the file offers, and when it offers fewer than there are, the newest get notice (SIGTERM) and
+are killed `notice_s` later.
 """
 
 import asyncio
@@ -9,8 +13,9 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,12 +24,14 @@ import psutil
 from msgspec import Struct
 
 from polyrl.disk import write_whole
-from polyrl.errors import EXIT_BAD_INPUT
+from polyrl.errors import EXIT_BAD_INPUT, ConfigError
 from polyrl.parent import end_with_parent
+from polyrl.providers.market import MarketOffer, TraceMarket
 from polyrl.providers.provider import HeldWorker, ProviderError, ProviderRun, WorkerOrder
 
 _STOP_S = 30.0
 _SAME_BEGIN_S = 0.05
+_MAX_NOTICE_S = 3600.0
 
 
 class _Started(Struct, frozen=True):
@@ -36,16 +43,30 @@ class LocalProvider:
     shares_files: ClassVar[bool] = True
     is_here: ClassVar[bool] = True
 
-    def __init__(self, run: ProviderRun) -> None:
+    def __init__(self, run: ProviderRun, supply: str = "", notice_s: float = 0.0) -> None:
         self._run = run
         self._processes: dict[str, Process] = {}
+        """The newest last."""
         self._stopping: dict[str, None] = {}
+        self._market = TraceMarket(supply, "fleet.provider_args.supply") if supply else None
+        if not 0 <= notice_s <= _MAX_NOTICE_S:
+            raise ConfigError(f"fleet.provider_args.notice_s: {notice_s:g}, expected 0 to {_MAX_NOTICE_S:g}")
+        if notice_s and not supply:
+            raise ConfigError("fleet.provider_args.notice_s: is for `supply`, a file that takes workers back")
+        self._notice_s = notice_s
+        self._began_at = time.monotonic()
+        self._going: dict[str, float] = {}
+        """Workers that the market takes back, with the moment at which they are killed."""
 
     def check(self) -> None:
         """Check nothing: this machine is all that is needed."""
 
+    async def offer(self) -> MarketOffer | None:
+        return None if self._market is None else self._market.at(time.monotonic() - self._began_at)
+
     async def held(self) -> Mapping[str, HeldWorker]:
-        found = {name: _show(name, process) for name, process in self._processes.items()}
+        self._take_back(await self.offer())
+        found = {name: self._show(name, process) for name, process in self._processes.items()}
         for file in sorted(self._run.folder.glob("*.json")) if self._run.folder.is_dir() else ():
             pid = _alive(file)
             if file.stem not in found and pid is not None:
@@ -55,16 +76,43 @@ class LocalProvider:
             for name, one in found.items()
         }
 
+    def _take_back(self, offer: MarketOffer | None) -> None:
+        """Give notice to the newest workers if fewer are offered than there are, and kill those whose time is up."""
+        there = [name for name, one in self._processes.items() if one.returncode is None and name not in self._going]
+        now = time.monotonic()
+        for name in [] if offer is None else there[offer.num_workers :]:
+            self._going[name] = now + self._notice_s
+            if self._notice_s:
+                self._signal(name, signal.SIGTERM)
+        for name in [name for name, goes_at in self._going.items() if goes_at <= now]:
+            self._signal(name, signal.SIGKILL)
+
+    def _signal(self, name: str, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            self._processes[name].send_signal(number)
+
+    def _show(self, name: str, process: Process) -> HeldWorker:
+        shown = _show(name, process)
+        if name not in self._going:
+            return shown
+        why = "its machine was taken back"
+        return msgspec.structs.replace(shown, state="stopping" if shown.is_there else "ended", why=why, failed=False)
+
     async def start(self, order: WorkerOrder) -> None:
-        held = (await self.held()).get(order.name)
+        everyone = await self.held()
+        held, offer = everyone.get(order.name), await self.offer()
         if held is not None and held.state != "ended":
             return
+        if offer is not None and sum(one.is_there for one in everyone.values()) >= offer.num_workers:
+            raise ProviderError(f"{order.name} cannot be started: the market offers {offer.num_workers} workers")
+        self._processes.pop(order.name, None)
+        self._going.pop(order.name, None)
         file = self._file(order.name)
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with order.log_file.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "polyrl", *order.arguments,
+                    sys.executable, "-m", "polyrl", *self._with_notice(order.arguments),
                     stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                     env={**os.environ, **order.environment}, start_new_session=True,
                     preexec_fn=_terminate_with_parent if self._run.ends_with_us else None,
@@ -85,10 +133,15 @@ class LocalProvider:
         finally:
             self._stopping.pop(name, None)
         self._processes.pop(name, None)
+        self._going.pop(name, None)
         self._file(name).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Do nothing: nothing is held open."""
+
+    def _with_notice(self, arguments: Sequence[str]) -> list[str]:
+        notice = ("--notice", f"{self._notice_s:g}") if self._notice_s else ()
+        return [*arguments[:1], *notice, *arguments[1:]]
 
     def kill(self, name: str) -> None:
         """Kill a worker of this process: as if its machine had died."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import signal
 import subprocess
@@ -32,6 +33,14 @@ T = TypeVar("T")
 def _ray() -> Any:
     """Ray is an extra: nothing else here needs it."""
     return importlib.import_module("ray")
+
+
+def _silence() -> None:
+    """Keep Ray's own log out of the terminal: it would say with each try that no signal is handled in a thread."""
+    its = logging.getLogger("ray")
+    if not its.handlers:
+        its.addHandler(logging.NullHandler())
+    its.propagate = False
 
 
 class WorkerActor:
@@ -106,6 +115,7 @@ class RayProvider:
         def connected() -> T:
             ray = _ray()
             if not ray.is_initialized():
+                _silence()
                 ray.init(address=self._address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
             return do()
 

@@ -6,8 +6,9 @@
 Rules kept here: one process keeps the fleet of a run, the one that has the lock `fleet/keeper.lock`. A worker that
 ends is started again after a pause that doubles with every end soon after a start; with fleet.replace = false, or when
 it ended for a mistake that another start would repeat, it is not. A provider that fails is tried again, and said once.
-Workers too many are drained by the manager before their provider ends them, the least useful first. Engines of several
-devices here start on devices that no other worker has; with the planner there are never more than its devices hold.
+Where the provider knows its market (providers/market.py), no more workers are started than are offered. Workers too
+many are drained by the manager before their provider ends them, the least useful first. Engines of several devices here
+start on devices that no other worker has; with the planner there are never more than its devices hold.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.disk import write_whole
 from polyrl.errors import PolyrlError, UserError
 from polyrl.providers.local import LocalProvider
+from polyrl.providers.market import Market, MarketOffer
 from polyrl.providers.provider import HeldWorker, Provider, ProviderError, WorkerOrder
 from polyrl.providers.registry import make_provider, run_of
 from polyrl.run.connecting import dialer
@@ -123,6 +125,8 @@ class FleetKeeper:
         self._beside: list[str] = []
         """Workers that were started by hand, beside those that are wanted."""
         self.held: Mapping[str, HeldWorker] = {}
+        self.offer: MarketOffer | None = None
+        """The offer of the provider's market; None where it has none."""
 
     # How many
 
@@ -180,10 +184,18 @@ class FleetKeeper:
             (name for name, one in self.held.items() if one.is_there), key=lambda name: (len(name), name)
         )
 
+    async def hear_offer(self) -> None:
+        """Ask the provider what its market offers, if it has one. Raises ProviderError."""
+        if isinstance(self.provider, Market):
+            self.offer = await self.provider.offer()
+
     async def start_missing(self, say: Say) -> int:
-        """Start the workers that should be there and are not. Returns how many were started."""
-        num = 0
+        """Start the workers that should be there and are not, as long as more are offered. Returns how many were
+        started."""
+        num, there = 0, sum(one.is_there for one in self.held.values())
         for name in self._names:
+            if self.offer is not None and there + num >= self.offer.num_workers:
+                break
             one, life = self.held.get(name), self._lives.setdefault(name, _Life())
             if (one is not None and one.state != "ended") or life.given_up or self._clock() < life.not_before:
                 continue
@@ -219,10 +231,17 @@ class FleetKeeper:
     def order(self, name: str) -> WorkerOrder:
         recipe, provider, width, own = self.recipe, self.provider, self.width, self._devices.of(name)
         url = self._address.url if provider.is_here else from_elsewhere(self._address.url, recipe.manager)
-        arguments = worker_arguments(recipe, self._run_dir, url, name, width, shares_files=provider.shares_files)
+        files = {"shares_files": provider.shares_files}
+        arguments = worker_arguments(recipe, self._run_dir, url, name, width, usd_per_hour=self.usd_per_hour, **files)
         token = (self._run_dir / TOKEN_FILES["worker"]).read_text(encoding="utf-8").strip()
         devices = {} if own is None or not self._has_own_devices(name) else devices_of(recipe, own)
         return WorkerOrder(name, tuple(arguments), token, self.log_file(name), devices)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """The price of another worker now."""
+        price = None if self.offer is None else self.offer.usd_per_hour
+        return self.recipe.fleet.price_usd_per_hour if price is None else price
 
     def _has_own_devices(self, name: str) -> bool:
         is_wide = self.width > 1 or self.recipe.parallelism.enabled
@@ -258,6 +277,7 @@ class FleetKeeper:
         if self._is_reshaping:
             return
         try:
+            await self.hear_offer()
             self.held = await self.provider.held()
         except ProviderError as error:
             self._complain(str(error), say)
@@ -357,6 +377,7 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
         keeper = make_keeper(recipe, run_dir, address)
         try:
             with contextlib.suppress(ProviderError):  # said when it is tried again
+                await keeper.hear_offer()
                 await keeper.adopt()
             goes = keeper.aim(keeper.wanted())
             await keeper.start_missing(lambda line: log.warning("%s", line))
@@ -370,10 +391,13 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
 
 async def keep(keeper: FleetKeeper, fleet: Fleet, say: Say) -> None:
     """Keep the fleet until cancelled."""
-    if keeper.recipe.scaling.enabled:
-        scaling, price = keeper.recipe.scaling, keeper.recipe.fleet.price_usd_per_hour
-        await fleet.tell_offer(scaling.max_workers, price)
+    most, told = keeper.recipe.scaling.max_workers, None
     while True:
+        offer = MarketOffer(most if keeper.offer is None else keeper.offer.num_workers, keeper.usd_per_hour)
+        if offer != told and (keeper.offer is not None or keeper.recipe.scaling.enabled):
+            there = [name for name, one in keeper.held.items() if one.is_there] if keeper.offer is not None else ()
+            await fleet.tell_offer(min(most, offer.num_workers), keeper.usd_per_hour, there)
+            told = offer
         advice = fleet.advice
         if advice is None:
             await keeper.look(say)

@@ -8,6 +8,7 @@ own, and starts them again when the run has lost a rank and goes on. It ends whe
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from polyrl.errors import UserError
+from polyrl.errors import UserError, one_line
 from polyrl.run import processes
 from polyrl.trainer.ranks import RankInfo, open_store
 
@@ -27,8 +28,11 @@ _NUM_RANKS = "polyrl/ranks"
 _WAIT_S = 600.0
 """How long a node waits for node zero to begin, or to go on."""
 _LOOK_EVERY_S = 0.2
+_ASK_AGAIN_S = 0.5
+_PROBE_S = 5.0
 _MOST_RANKS = 1 << 16
 _SLURM_NODE = "SLURM_NODEID"
+TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class Nodes(NamedTuple):
@@ -56,10 +60,14 @@ def of_options(num: int | None, number: int | None, meet: str | None, environmen
         if number is not None or meet is not None:
             raise UserError("--node and --meet: are for several nodes; expected --nodes as well")
         return None
-    if meet is None or not meet.rpartition(":")[0] or not meet.rpartition(":")[2].isdecimal():
+    if TORCHRUN in environment:
+        raise UserError("--nodes: torchrun has started the ranks, and knows the machines; leave it out")
+    host, _, port = (meet or "").rpartition(":")
+    if meet is None or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
         raise UserError(f"--meet: {meet or 'is missing'}; expected HOST:PORT of node zero, which all nodes can reach")
     if number is None:
-        number = int(environment.get(_SLURM_NODE, "0"))
+        given = environment.get(_SLURM_NODE, "0")
+        number = int(given) if given.isascii() and given.isdecimal() else 0
     if not 1 <= num <= _MOST_RANKS or not 0 <= number < num:
         raise UserError(f"--nodes {num} --node {number}: expected a node from 0 to the number of nodes less one")
     return None if num == 1 else Nodes(num, meet, number)
@@ -75,9 +83,25 @@ def remembered(environment: Mapping[str, str]) -> Nodes | None:
     return msgspec.json.decode(environment[_NODES], type=Nodes) if _NODES in environment else None
 
 
+def check_ranks(environment: Mapping[str, str], size: int) -> None:
+    """Raise UserError if a run of so many ranks cannot be divided between the nodes that were named."""
+    wanted = remembered(environment)
+    if wanted is not None:
+        wanted.info(0, size)
+
+
 def announce(info: RankInfo) -> object:
     """Tell the other nodes how many ranks there are, for as long as the result is kept. Raises UserError."""
+    if why := _why_unknown(info.host):
+        raise UserError(f"--meet {info.host}: is not known here: {why}; expected this machine, as the others know it")
     store = open_store(info)
+    meet = info.meeting_point.rpartition("/")[2]
+    others = info.num_nodes - 1
+    print(
+        f"node 0: waits at {meet} for {others} other{'s' if others > 1 else ''}; there: "
+        f"polyrl train --nodes {info.num_nodes} --node K --meet {meet}",
+        flush=True,
+    )
     store.set(_NUM_RANKS, str(info.size))
     return store
 
@@ -122,10 +146,36 @@ def _until_one_fails(started: "list[subprocess.Popen[bytes]]") -> int:
         time.sleep(_LOOK_EVERY_S)
 
 
+def _why_unknown(host: str) -> str:
+    """Return why a host has no address; empty if it has one."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except (OSError, UnicodeError) as error:
+        return one_line(error)
+    return ""
+
+
+def _is_listening(meet: str) -> bool:
+    """Return whether a process listens there. torch would fill the terminal with traces of its own until one does."""
+    host, _, port = meet.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _world_size(nodes: Nodes) -> int:
     """Return the number of all ranks, as soon as node zero says so."""
-    until = time.monotonic() + _WAIT_S
+    until, told = time.monotonic() + _WAIT_S, ""
     while time.monotonic() < until:
+        why = _why_unknown(nodes.meet.rpartition(":")[0])
+        if why and why != told:
+            print(f"node {nodes.number}: {nodes.meet} is not known here yet: {why}", flush=True)
+        told = why
+        if why or not _is_listening(nodes.meet):
+            time.sleep(_ASK_AGAIN_S)
+            continue
         try:
             store = open_store(RankInfo(1, 2, f"tcp://{nodes.meet}", num_nodes=nodes.num), timeout_s=_LOOK_EVERY_S * 25)
             size = int(store.get(_NUM_RANKS))

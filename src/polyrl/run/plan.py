@@ -185,19 +185,20 @@ def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
     ours = _optimizer(recipe, num_changes, half=False) if wanted.rank else _optimizer(recipe, part, half=has_masters)
     critics = _optimizer(recipe, part, half=has_masters) if gae else _Optimizer(0, 0, 0)
     offload = recipe.optimizer.offload
+    stays = ranks > 1 or not offload  # masters that ranks share are what layers are gathered from
     has_reference = recipe.algorithm.kl != "none" and not (wanted.rank and not recipe.algorithm.reference)
     return MemoryPlan(
         weights=copy,
         changes=_FLOAT32_BYTES * num_changes,
         sums=width * sum(rows * columns for rows, columns in changed) if ranks == 1 else 0,
-        masters=0 if offload else ours.masters,
+        masters=ours.masters if stays else 0,
         moments=0 if offload else ours.moments,
         gradients=ours.gradients,
         activations=width * tokens * elements,
         reference=width * part if has_reference else 0,
-        critic=(width * num if ranks == 1 else 0) + (critics.gradients if offload else sum(critics)) if gae else 0,
+        critic=(width * num if ranks == 1 else 0) + critics.on_device(offload, stays) if gae else 0,
         deltas=_published(recipe, width * num, num_changes) if recipe.weights.encode_on == "device" else 0,
-        offloaded=ours.masters + ours.moments + critics.masters + critics.moments if offload else 0,
+        offloaded=sum(one.moments + (0 if stays else one.masters) for one in (ours, critics)) if offload else 0,
     )
 
 
@@ -209,6 +210,9 @@ class _Optimizer(NamedTuple):
     masters: int
     moments: int
     gradients: int
+
+    def on_device(self, offload: bool, masters_stay: bool) -> int:
+        return self.gradients + (0 if offload else self.moments) + (self.masters if masters_stay else 0)
 
 
 def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:

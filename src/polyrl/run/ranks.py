@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("polyrl.train")
 
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _LOOK_EVERY_S = 0.2
 _DEATH_IS_SEEN_S = 3.0
 """A connection may be known to be closed before its process is known to have ended."""
@@ -72,7 +71,7 @@ def rank_info(environment: Mapping[str, str]) -> "RankInfo | None":
 
     if nodes.RANK_INFO in environment:
         return msgspec.json.decode(environment[nodes.RANK_INFO], type=RankInfo)
-    if _TORCHRUN not in environment or environment["WORLD_SIZE"] == "1":
+    if nodes.TORCHRUN not in environment or environment["WORLD_SIZE"] == "1":
         return None
     rank, size, local_rank, local_size, node, num_nodes = (
         int(environment[name])

@@ -69,6 +69,7 @@ def worker_arguments(
     name: str,
     width: int = 1,
     *,
+    usd_per_hour: float = 0.0,
     shares_files: bool = True,
 ) -> list[str]:
     """Return the arguments of `polyrl` for a worker of this run, whose engine has `width` devices. A worker without
@@ -99,8 +100,8 @@ def worker_arguments(
         arguments += ["--spot", "auto"]
     if wanted.region:
         arguments += ["--region", wanted.region]
-    if wanted.price_usd_per_hour:
-        arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
+    if usd_per_hour:
+        arguments += ["--price", f"{usd_per_hour:g}"]
     return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items()), *flags]
 
 

@@ -21,14 +21,14 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from polyrl.config.supply_trace import SupplyEvent, read_supply_trace
 from polyrl.cores import num_cores
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.sim.result import summarize
-from polyrl.sim.scenario import Scenario, SupplyEvent
+from polyrl.sim.scenario import Scenario
 from polyrl.sim.simulation import Simulation, StuckError
-from polyrl.sim.supply import read_supply_trace
 
 DEFAULT_STEPS = 14
 _MIN_WARMUP = 4

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from polyrl.config.supply_trace import SupplyEvent
 from polyrl.engines.lockstep import EngineTimes
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Region, Share
 from polyrl.scheduling.core.parameters import (
@@ -225,14 +226,6 @@ class WorkloadSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Answers grow by this share every step (models learn to think longer)."""
 
 
-class SupplyEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    at_s: NotNegative
-    workers: Count
-    """Remote workers that the market grants from this moment on."""
-    usd_per_hour: NotNegative | None = None
-    """The price of every remote worker from this moment on; none: as before, at first `fleet.price_usd_per_hour`."""
-
-
 class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Spot supply: a schedule of granted workers, a trace file of the same, or a random market."""
 
@@ -380,9 +373,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         supply = self.supply
         granted = supply.events or supply.trace is not None or supply.market_mean_s is not None
         if num_local == 0 and self.fleet.workers == 0 and not self.fleet.join_at_s and not granted:
-            raise ValueError(
-                "fleet.workers: expected at least 1, since nobody else generates (trainer.local_workers = 0)"
-            )
+            raise ValueError("fleet.workers: expected at least 1, since trainer.local_workers = 0")
 
     def _check_waits(self) -> None:
         """Refuse a time limit that is shorter than what it limits: the run could only fail."""

@@ -12,6 +12,7 @@ from typing import assert_never
 
 from msgspec import structs
 
+from polyrl.config.supply_trace import read_supply_trace
 from polyrl.errors import LawViolation, PolyrlError
 from polyrl.ids import GroupId, SampleId, Seconds, Step, WorkerName, group_of, index_of
 from polyrl.journal.records import JournalDigest, encode_record
@@ -30,7 +31,7 @@ from polyrl.sim.host_model import HostModel
 from polyrl.sim.machines import Agenda
 from polyrl.sim.reward_model import ModelledRewards
 from polyrl.sim.scenario import Scenario
-from polyrl.sim.supply import plan_supply, read_supply_trace
+from polyrl.sim.supply import plan_supply
 from polyrl.sim.trainer_model import TrainerModel
 from polyrl.sim.workload import Workload, read_trace
 from polyrl.telemetry.timeline import Timeline
@@ -265,7 +266,7 @@ class Simulation:
             case c.ReportStep():
                 self._report_step(command.line)
             case c.AddAsked() | c.CloseAsked():
-                raise LawViolation(f"nobody here asks for anything: {command}")
+                raise LawViolation(f"the simulator has no clients that ask: {command}")
             case c.PlayEpisode() | c.AnswerCall() | c.StopEpisode() | c.ReleaseHost() | c.ForgetHost():
                 self._tell_host(command)
             case _:

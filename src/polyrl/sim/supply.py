@@ -13,17 +13,16 @@ It leaves out `faults.kill_at_s`, which counts from a step's start and is the si
 the release of machines that are not needed: events of a machine that the simulation gave back are to be ignored.
 """
 
-import csv
-from math import inf, isfinite
-from pathlib import Path
+from math import inf
 from typing import Literal
 
 from msgspec import Struct
 
+from polyrl.config.supply_trace import SupplyEvent
 from polyrl.errors import ConfigError
 from polyrl.ids import Seconds, WorkerName
 from polyrl.sim.draws import exponential, key_of, unit
-from polyrl.sim.scenario import FaultsSection, SimFleetSection, SupplyEvent, SupplySection
+from polyrl.sim.scenario import FaultsSection, SimFleetSection, SupplySection
 
 _GAP_STREAM = 0x30
 _LEVEL_STREAM = 0x31
@@ -33,8 +32,6 @@ _SLOW_STREAM = 0x34
 _HOUR_S = 3600.0
 NOBODY = WorkerName("")
 """A change of prices happens to no machine in particular."""
-_HEADER = ["at_s", "workers"]
-_PRICED = [*_HEADER, "usd_per_hour"]
 
 WorldKind = Literal["price", "grant", "notice", "take", "die", "restart", "cut", "heal"]
 _ORDER_AT_ONE_MOMENT = ("price", "grant", "restart", "heal", "cut", "notice", "die", "take")
@@ -95,54 +92,6 @@ def speed_of(worker: WorkerName, faults: FaultsSection, seed: int) -> float:
     if unit(seed, _SLOW_STREAM, key_of(worker)) < faults.slow_share:
         return faults.slow_speed
     return 1.0
-
-
-def read_supply_trace(path: Path | str) -> list[SupplyEvent]:
-    """Read a CSV file `at_s,workers`. Raises ConfigError that names the file, the line and what is wrong."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not a text file in UTF-8") from error
-    rows = csv.reader(line for line in text.splitlines() if not line.startswith("#"))
-    header = [cell.strip() for cell in next(rows, [])]
-    if header not in (_HEADER, _PRICED):
-        raise ConfigError(f"{path}:1: expected the header {','.join(_HEADER)} or {','.join(_PRICED)}")
-    events: list[SupplyEvent] = []
-    for row in rows:
-        if not row:
-            continue
-        event = _trace_event(row, header, f"{path}:{rows.line_num}")
-        if events and event.at_s < events[-1].at_s:
-            raise ConfigError(
-                f"{path}:{rows.line_num}: at_s {event.at_s:g} comes before {events[-1].at_s:g}; expected order"
-            )
-        events.append(event)
-    if not events:
-        raise ConfigError(f"{path}: has no rows; expected lines of {','.join(_HEADER)}")
-    return events
-
-
-def _trace_event(row: list[str], header: list[str], where: str) -> SupplyEvent:
-    if len(row) != len(header):
-        raise ConfigError(f"{where}: expected {len(header)} values ({','.join(header)}), got {len(row)}")
-    at_s = _number(row[0], float, f"{where}: at_s", "a number of seconds, 0 or more")
-    workers = _number(row[1], int, f"{where}: workers", "a whole number, 0 or more")
-    price = None
-    if header == _PRICED:
-        price = _number(row[2], float, f"{where}: usd_per_hour", "dollars an hour, 0 or more")
-    return SupplyEvent(at_s=at_s, workers=int(workers), usd_per_hour=price)
-
-
-def _number(cell: str, kind: type[float] | type[int], where: str, expected: str) -> float:
-    try:
-        value = kind(cell)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {cell!r} is not a number; expected {expected}") from error
-    if value < 0 or not isfinite(value):
-        raise ConfigError(f"{where}: {cell!r} is out of range; expected {expected}")
-    return value
 
 
 def _levels(

@@ -7,6 +7,9 @@ A piece is copied up, updated by the same kernel that would have updated it ther
 are under way at once, so that both directions of the bus are busy. The result is the same as without offloading, to the
 last bit. On a CPU offloading saves nothing and changes nothing.
 
+Of a model that ranks share, each offloads the moments of its own shards. The shards, which are the masters, stay:
+layers are gathered from them.
+
 Left out: gradients. They are sums over a step's micro-batches, and would cross the bus with each of these.
 """
 
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
+from polyrl.trainer import sharding
 from polyrl.weights.tensors import pin, unpin
 
 log = logging.getLogger("polyrl.trainer")
@@ -89,7 +93,9 @@ class OffloadedAdamW:
     def new_moments(self, master: Tensor) -> dict[str, Tensor]:
         """Return the memory of a master's moments, with its old contents."""
         if master not in self._moments:
-            self._moments[master] = {kind: self._memory.take(master) for kind in ("exp_avg", "exp_avg_sq")}
+            rows = sharding.own_part(master)
+            its = {kind: self._memory.take(rows) for kind in ("exp_avg", "exp_avg_sq")}
+            self._moments[master] = {kind: sharding.away_like(one, master) for kind, one in its.items()}
         return dict(self._moments[master])
 
     @torch.no_grad()
@@ -102,7 +108,9 @@ class OffloadedAdamW:
         streams = [torch.cuda.Stream(one) for one in devices if one.type == "cuda" for _ in range(2)]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        pieces = [(one, piece, group) for one, group in moving for piece in _pieces(one.master.numel())]
+        pieces = [
+            (one, piece, group) for one, group in moving for piece in _pieces(sharding.own_part(one.master).numel())
+        ]
         for number, work in enumerate(pieces):
             with torch.cuda.stream(streams[number % 2]) if streams else nullcontext():
                 self._update(*work)
@@ -119,14 +127,16 @@ class OffloadedAdamW:
 
     def _update(self, one: HeldParameter, piece: slice, group: dict[str, Any]) -> None:
         device, state = one.parameter.device, self.state[one.master]
+        master = sharding.own_part(one.master.detach())
+        homes = {kind: sharding.own_part(state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
 
         def near(tensor: Tensor) -> Tensor:
             return tensor.view(-1)[piece].to(device, non_blocking=True)
 
-        weights, moments = near(one.master.detach()), {kind: near(state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
+        weights, moments = near(master), {kind: near(home) for kind, home in homes.items()}
         adamw(
             [weights],
-            [one.sum.grad.reshape(-1)[piece]],
+            [sharding.own_part(one.sum.grad).reshape(-1)[piece]],
             [moments["exp_avg"]],
             [moments["exp_avg_sq"]],
             [],
@@ -139,8 +149,8 @@ class OffloadedAdamW:
             **self._rule,
         )
         for kind, tensor in moments.items():
-            _put_back(state[kind], piece, tensor)
-        _put_back(one.master.detach(), piece, weights)
+            _put_back(homes[kind], piece, tensor)
+        _put_back(master, piece, weights)
         if one.parameter is not one.master:
             one.parameter.detach().view(-1)[piece].copy_(weights)
 

@@ -5,8 +5,8 @@ float32 masters: after each backward pass its gradients are added to float32 sum
 masters are rounded into the model. Gradients arrive as sums; one division makes them means.
 
 If ranks share the model, all of this applies to each rank's shards: a shard is float32, and its own master. With
-`offload`, masters and moments are in host memory (offload.py); with `adamw8bit`, moments take one byte each. Between
-two steps no gradient holds memory. Weight decay applies to matrices, not to norms and biases.
+`offload`, moments and masters that are no shards are in host memory (offload.py); with `adamw8bit`, moments take one
+byte each. Between two steps no gradient holds memory. Weight decay applies to matrices, not to norms and biases.
 """
 
 import math
@@ -66,10 +66,8 @@ class Optimizer:
 
     def _make(self, memory: HostMemory | None) -> Any:
         config = self._config
-        if (memory is not None or config.kind != "adamw") and any(map(sharding.is_part, self._masters.values())):
-            raise UserError(
-                'optimizer: offload and kinds other than "adamw" are for one rank; ranks divide its state already'
-            )
+        if config.kind != "adamw" and self._is_shared():
+            raise UserError('optimizer.kind: other than "adamw" is for one rank; ranks divide its state already')
         groups: list[dict[str, Any]] = [
             {"params": [one for one in self._masters.values() if one.dim() > 1], "weight_decay": config.weight_decay},
             {"params": [one for one in self._masters.values() if one.dim() <= 1], "weight_decay": 0.0},
@@ -84,6 +82,9 @@ class Optimizer:
         if config.kind == "adamw8bit":
             return adam8bit.make([group for group in groups if group["params"]], **rule)
         return torch.optim.AdamW(groups, fused=True, **rule)
+
+    def _is_shared(self) -> bool:
+        return any(map(sharding.is_part, self._masters.values()))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the float32 sums so far. Parameters without a gradient are missing."""
@@ -103,8 +104,9 @@ class Optimizer:
 
     def how_to_take_less(self) -> str:
         """Return the settings that leave more of the device's memory free."""
-        if any(map(sharding.is_part, self._masters.values())):
-            return "share the model between more ranks (train.ranks)"
+        if self._is_shared():
+            ranks = "share the model between more ranks (train.ranks)"
+            return ranks if self._config.offload else f"{ranks}, or set optimizer.offload=true"
         if self._config.offload:
             return "train low-rank changes (lora.rank), or less at once (train.micro_batch_tokens)"
         smaller = "" if self._config.kind == "adamw8bit" else " or optimizer.kind=adamw8bit"
@@ -205,7 +207,7 @@ def _flat(moments: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 def _num_host_elements(parameters: Mapping[str, Tensor]) -> int:
     """Return how many numbers the host holds: moments, and masters that are not the parameters themselves."""
-    return sum((2 if one.dtype == torch.float32 else 3) * one.numel() for one in parameters.values())
+    return sum((2 if one.dtype == torch.float32 else 3) * sharding.own_part(one).numel() for one in parameters.values())
 
 
 def _master_of(parameter: Tensor, memory: HostMemory | None) -> Tensor:

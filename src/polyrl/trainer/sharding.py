@@ -100,6 +100,12 @@ def part_like(rows: Tensor, other: Tensor) -> Tensor:
     return DTensor.from_local(rows, other.device_mesh, other.placements, **kind)
 
 
+def away_like(rows: Tensor, other: Tensor) -> Tensor:
+    """Return `part_like` of rows that stay where they are, as in the host's memory, where `part_like` would move them
+    to the device of the ranks. They have the other's dtype."""
+    return DTensor(rows, other._spec, requires_grad=False) if isinstance(other, DTensor) else rows
+
+
 def first_row(tensor: Tensor) -> int:
     """Return the number of the first row that this rank has of a sharded tensor."""
     assert isinstance(tensor, DTensor)
@@ -123,8 +129,11 @@ def is_part(tensor: Tensor) -> bool:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be spread over ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return the whole of a tensor that may be spread over ranks, on the device of the ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    is_away = tensor.device.type != tensor.device_mesh.device_type
+    return total(part_like(tensor.to_local(), tensor)) if is_away else tensor.full_tensor()
 
 
 def like(value: Tensor, other: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from msgspec import structs
 
+from polyrl.config.supply_trace import read_supply_trace
 from polyrl.engines.emulated import EmulatedConfig
 from polyrl.ids import WorkerName
 from polyrl.reproduce.emulation.scale import Scale, engine_config
 from polyrl.run import processes
 from polyrl.sim.scenario import Scenario
-from polyrl.sim.supply import WorldEvent, plan_supply, read_supply_trace, speed_of
+from polyrl.sim.supply import WorldEvent, plan_supply, speed_of
 
 _HORIZON_S = 1e6
 _TO_START_S = 2.0
