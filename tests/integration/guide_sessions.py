@@ -51,7 +51,7 @@ SESSIONS = (
             "train --resume runs/mine": "train --resume runs/mine train.steps=5",
             r"(polyrl train mine.toml .*--run-dir runs/fleet)": r"\1 train.steps=1000 fleet.workers=1"
             " >fleet.log 2>&1 & FLEET=$!\n"
-            "until polyrl status --run-dir runs/fleet 2>/dev/null | grep worker-0; do sleep 1; done",
+            "shows runs/fleet worker-0",
             r"(drain) NAME (.*)": r"\1 worker-0 \2\nkill -INT $FLEET; wait $FLEET",
         },
         prints=("done: all 4 steps are trained", "worker-0: draining", "models/adapter"),
@@ -108,7 +108,7 @@ SESSIONS = (
         begin="sed -i 's/steps = 40/steps = 4/' agent.toml\n",
         changes={
             r"(polyrl train agent.toml\S*( manager.port=\d+)?)": r"\1 & AGENT=$!"
-            "\nuntil polyrl status --run-dir runs/agent >/dev/null 2>&1; do sleep 1; done",
+            "\nshows runs/agent trainer",
             r"(polyrl samples runs/agent --step 0)": r"wait $AGENT\n\1",
             "--step 39": "--step 3",
         },
@@ -123,7 +123,7 @@ SESSIONS = (
     Session(
         "providers",
         begin=TRAINED.format("1000 manager.port=PORT", "runs/first")[:-1] + " >run.log 2>&1 & RUN=$!\n"
-        "until polyrl status --run-dir runs/first >/dev/null 2>&1; do sleep 1; done\n",
+        "shows runs/first trainer\n",
         changes={r"--workers 8": "--workers 1", r"(up runs/first --auto)": r"\1; kill -INT $RUN; wait $RUN"},
     ),
 )
