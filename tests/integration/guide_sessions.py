@@ -20,7 +20,7 @@ TYPED = re.compile(
 REFUSED = "polyrl: error:"
 
 
-class Session(NamedTuple):
+class PlayedGuide(NamedTuple):
     """A page that is played."""
 
     page: str
@@ -34,7 +34,7 @@ class Session(NamedTuple):
     """What must be seen at the end."""
 
 
-class Command(NamedTuple):
+class TypedLine(NamedTuple):
     text: str
     is_refused: bool
     """The page shows that it ends with an error."""
@@ -42,7 +42,7 @@ class Command(NamedTuple):
 
 TRAINED = "polyrl train arithmetic train.steps={} --run-dir {}\n"
 SESSIONS = (
-    Session(
+    PlayedGuide(
         "train",
         {"mine.toml": ("train", 'name = "mine"'), "rewards_of_mine.py": ("train", "from polyrl import RewardInput")},
         begin="sed -i 's/^steps = 40/steps = 4/' mine.toml\n",
@@ -56,13 +56,13 @@ SESSIONS = (
         },
         prints=("done: all 4 steps are trained", "worker-0: draining", "models/adapter"),
     ),
-    Session(
+    PlayedGuide(
         "read-a-run",
         begin=TRAINED.format(13, "runs/arithmetic")
         + "cp -r runs/arithmetic run; cp -r run runs/synchronous; cp -r run runs/streaming\n",
         prints=("reward/mean", "step 12", "verified", "drawn in compared"),
     ),
-    Session(
+    PlayedGuide(
         "dashboard",
         changes={
             r"(train arithmetic) (--run-dir \S+)": r"\1 train.steps=2 \2",
@@ -70,21 +70,21 @@ SESSIONS = (
         },
         prints=("/dash/#token=",),
     ),
-    Session("story", prints=("sample 200/3: prompt",)),
-    Session(
+    PlayedGuide("story", prints=("sample 200/3: prompt",)),
+    PlayedGuide(
         "stories",
         begin="ln -s $ROOT/examples examples\n",
         changes={r" \.\.\.$": " train.steps=2", "(SlowCalculator.*)": r"\1 train.steps=1 rounds.samples_per_prompt=2"},
         prints=("done: all 2 steps are trained", "done: all 1 steps are trained"),
     ),
-    Session(
+    PlayedGuide(
         "simulate",
         {"mine.toml": ("scenarios", 'name = "mine"'), "same.toml": ("simulate", 'name = "same"')},
         begin="ln -s $ROOT/examples examples\nprintf 'at_s,workers\\n0,2\\n60,1\\n' >spot.csv\n",
         changes={r"polyrl simulate (agent-tools-8b|elastic-8b|spot-trace)(.*)": r"polyrl simulate \1 --steps 2\2"},
         prints=("mine, seed 1: 10 steps", "out/mine: ", "same commands"),
     ),
-    Session(
+    PlayedGuide(
         "plan",
         {"mine.toml": ("scenarios", 'name = "mine"')},
         changes={
@@ -93,16 +93,16 @@ SESSIONS = (
         },
         prints=("cheapest at $4",),
     ),
-    Session(
+    PlayedGuide(
         "fleet",
         {"generate.py": ("fleet", '"""Generate answers')},
         prints=("going on after", "a: draining", "\n96\n", "same commands", "worker c: left"),
     ),
-    Session(
+    PlayedGuide(
         "serve",
         prints=('"text":"b5=8c4=12d2=14"', "b5=8c4=12d2=14 stop 15\n"),
     ),
-    Session(
+    PlayedGuide(
         "agents",
         {"agent.toml": ("agents", 'name = "agent"')},
         begin="sed -i 's/steps = 40/steps = 4/' agent.toml\n",
@@ -114,13 +114,15 @@ SESSIONS = (
         },
         prints=('"environment": "calculator"', "done: all 4 steps are trained", "environment calculator:", "verified"),
     ),
-    Session("code", changes={r"polyrl train code": "polyrl train code train.steps=2"}, prints=("done: all 2 steps",)),
-    Session(
+    PlayedGuide(
+        "code", changes={r"polyrl train code": "polyrl train code train.steps=2"}, prints=("done: all 2 steps",)
+    ),
+    PlayedGuide(
         "python",
         begin="polyrl data model arithmetic --out models/arithmetic\n",
         changes={r'"train.steps": 40': '"train.steps": 2', r'"train.steps": 80': '"train.steps": 3'},
     ),
-    Session(
+    PlayedGuide(
         "providers",
         begin=TRAINED.format("1000 manager.port=PORT", "runs/first")[:-1] + " >run.log 2>&1 & RUN=$!\n"
         "shows runs/first trainer\n",
@@ -152,7 +154,7 @@ ELSEWHERE = {
 """Of each page, commands that a test of their own runs, or why none does."""
 
 
-def commands(page: str) -> list[Command]:
+def commands(page: str) -> list[TypedLine]:
     """Return what a page shows as typed: whole blocks, and of those with prompts, their lines behind a `$`."""
     found, python = [], []
     for kind, text in BLOCK.findall((GUIDES / f"{page}.md").read_text(encoding="utf-8")):
@@ -161,18 +163,18 @@ def commands(page: str) -> list[Command]:
         elif kind == "python":
             python.append(text)
     if page in ("serve", "python"):  # elsewhere it is a file of the reader's
-        found.append(Command(f"python - <<'END'\n{''.join(python)}END", is_refused=False))
+        found.append(TypedLine(f"python - <<'END'\n{''.join(python)}END", is_refused=False))
     return found
 
 
-def _typed(block: str) -> Iterator[Command]:
+def _typed(block: str) -> Iterator[TypedLine]:
     lines = block.splitlines()
     if any(line.startswith("$ ") for line in lines):
         for line, below in zip(lines, [*lines[1:], ""], strict=True):
             if line.startswith("$ "):
-                yield Command(line[2:], below.startswith(REFUSED))
+                yield TypedLine(line[2:], below.startswith(REFUSED))
     elif TYPED.match(block):
-        yield from (Command(one, is_refused=False) for one in _whole(lines))
+        yield from (TypedLine(one, is_refused=False) for one in _whole(lines))
 
 
 def _whole(lines: list[str]) -> Iterator[str]:
@@ -191,10 +193,12 @@ def where_else(page: str, command: str) -> str | None:
     return next((where for words, where in ELSEWHERE.get(page, {}).items() if re.match(words, command)), None)
 
 
-def script(session: Session, port: int) -> tuple[str, set[str]]:
+def script(session: PlayedGuide, port: int) -> tuple[str, set[str]]:
     """Return what is typed, and those of its commands that must be refused."""
     typed, refused = [], set()
-    begin = [Command(session.begin.replace("PORT", str(port)).rstrip("\n"), is_refused=False)] if session.begin else []
+    begin = (
+        [TypedLine(session.begin.replace("PORT", str(port)).rstrip("\n"), is_refused=False)] if session.begin else []
+    )
     for command in [*begin, *commands(session.page)]:
         if where_else(session.page, command.text) is None:
             text = changed(command.text, session, port)
@@ -204,7 +208,7 @@ def script(session: Session, port: int) -> tuple[str, set[str]]:
     return "\n".join(typed) + "\n", refused
 
 
-def changed(text: str, session: Session, port: int) -> str:
+def changed(text: str, session: PlayedGuide, port: int) -> str:
     text = re.sub(r"^make setup.*$", ":", text)
     for old, new in session.changes.items():
         text = re.sub(old, new, text)
@@ -213,7 +217,7 @@ def changed(text: str, session: Session, port: int) -> str:
     return re.sub(r"^(polyrl data model \S+ --out (\S+).*)$", r"[ -e \2 ] || \1", text, flags=re.MULTILINE)
 
 
-def files(session: Session) -> dict[str, str]:
+def files(session: PlayedGuide) -> dict[str, str]:
     """Return the files that the reader writes, as the pages show them."""
     found = {}
     for name, (page, first) in session.files.items():

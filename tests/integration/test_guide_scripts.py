@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integration.guide_sessions import SESSIONS, Session, files, script
+from tests.integration.guide_sessions import SESSIONS, PlayedGuide, files, script
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 1200
@@ -57,7 +57,7 @@ def typed_into_a_shell(text: str, folder: Path) -> tuple[str, str]:
 @pytest.mark.chaos
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda session: session.page)
-def test_a_guide_does_what_it_shows(session: Session, models: Path, tmp_path: Path):
+def test_a_guide_does_what_it_shows(session: PlayedGuide, models: Path, tmp_path: Path):
     shutil.copytree(models, tmp_path / "models")
     for name, text in files(session).items():
         (tmp_path / name).write_text(text)
