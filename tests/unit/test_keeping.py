@@ -89,6 +89,7 @@ def test_no_more_workers_start_than_the_market_offers_and_each_has_the_price_of_
         keeper = kept(recipe(fleet={"workers": 5, "price_usd_per_hour": 9.0}), tmp_path, machine)
         await settle(keeper)
         assert machine.prices() == dict.fromkeys(("worker-0", "worker-1", "worker-2"), "0.5")
+        assert keeper.expected == ("worker-0", "worker-1", "worker-2"), "a run waits for no others"
         machine.offered = MarketOffer(4, 2.25)
         await settle(keeper)
         assert machine.prices()["worker-3"] == "2.25" and len(machine.orders) == 4

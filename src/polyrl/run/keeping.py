@@ -164,6 +164,11 @@ class FleetKeeper:
         return goes
 
     @property
+    def expected(self) -> tuple[str, ...]:
+        """The names of the workers that can be had: of those wanted, the first that are offered."""
+        return self.names if self.offer is None else self.names[: self.offer.num_workers]
+
+    @property
     def given_up(self) -> list[str]:
         """Wanted workers that are not started again."""
         return [name for name in self._names if name in self._lives and self._lives[name].given_up]
@@ -409,7 +414,7 @@ async def keep(keeper: FleetKeeper, fleet: Fleet, say: Say) -> None:
 async def until_joined(recipe: Recipe, fleet: Fleet, keeper: FleetKeeper) -> None:
     """Wait for all workers to join, with `fleet.wait`. Warn and return if time is up or one has ended."""
     until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
-    while recipe.fleet.wait and set(keeper.names) - {one.name for one in (await fleet.status()).workers}:
+    while recipe.fleet.wait and set(keeper.expected) - {one.name for one in (await fleet.status()).workers}:
         if time.monotonic() > until or any(one.state == "ended" for one in keeper.held.values()):
             log.warning(
                 "not all of the %d workers have joined; see the logs. The run begins without them", len(keeper.names)
