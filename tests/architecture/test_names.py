@@ -1,6 +1,7 @@
 """One thing has one name: no two public classes share one, and a word of the glossary names at most one type."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +41,22 @@ def is_type_variable(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
 
 
+@functools.cache
+def types() -> tuple[tuple[str, str, bool], ...]:
+    """The name of each public type, its module, and whether it is a class."""
+    return tuple(
+        (name, module, isinstance(node, ast.ClassDef))
+        for module, tree in modules()
+        for node in tree.body
+        if (name := named(node))
+    )
+
+
 def places(*, classes_only: bool) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for module, tree in modules():
-        for node in tree.body:
-            if (name := named(node)) and (isinstance(node, ast.ClassDef) or not classes_only):
-                found.setdefault(name, []).append(module)
+    for name, module, is_class in types():
+        if is_class or not classes_only:
+            found.setdefault(name, []).append(module)
     return found
 
 
@@ -120,6 +131,29 @@ def test_variables_that_hold_tokens_are_not_called_text():
         for name in re.findall(r"\b(\w*texts?): \"?(?:Sequence\[)?SampleTokens", path.read_text())
     }
     assert not texts
+
+
+def test_no_class_of_tokens_is_called_a_text():
+    """Texts of replies in OpenAI's shape, which are made of texts of tokens, are none."""
+    found = [
+        f"{module}.{node.name}"
+        for module, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "text" in words_of(node.name) and holds_token_ids(node)
+    ]
+    assert not found
+
+
+def holds_token_ids(class_: ast.ClassDef) -> bool:
+    for node in ast.walk(class_):
+        match node:
+            case ast.AnnAssign(target=ast.Name(id="tokens") | ast.Attribute(attr="tokens"), annotation=kind):
+                return "str" not in ast.unparse(kind)
+            case ast.Assign(targets=[ast.Attribute(attr="tokens")]):
+                return True
+            case _:
+                pass
+    return False
 
 
 def test_what_the_desk_holds_is_reached_through_the_desk_alone():

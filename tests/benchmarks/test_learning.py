@@ -71,7 +71,7 @@ def test_only_a_difference_beyond_its_confidence_is_called_one(runs: Path):
 
 def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, tmp_path: Path):
     out = tmp_path / "page" / "learning.md"
-    learning.write(grid.read_all(ARITHMETIC, runs, runs / "model"), runs, out, "the command")
+    learning.write(ARITHMETIC, grid.read_all(ARITHMETIC, runs, runs / "model"), runs, out, "the command")
     page = out.read_text()
     assert all(page.count(f"| {name} ") == 3 for name in ("synchronous", "streaming", "async-1"))
     assert "race" not in [line.split()[1] for line in page.splitlines() if line.startswith("| ")]
@@ -82,9 +82,19 @@ def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, t
     assert (out.parent / "learning.png").read_bytes().startswith(b"\x89PNG") and "(learning.png)" in page
 
 
+def test_what_was_written_above_the_figures_stays_and_a_page_has_a_picture_of_its_own_name(runs: Path, tmp_path: Path):
+    out = tmp_path / "page" / "stale.md"
+    out.parent.mkdir()
+    out.write_text("# Stale samples\n\nWords of ours.\n\n" + learning.ABOUT + "\n\nold figures\n")
+    learning.write(ARITHMETIC, grid.read_all(ARITHMETIC, runs, runs / "model"), runs, out, "the command")
+    page = out.read_text()
+    assert page.startswith("# Stale samples\n\nWords of ours.\n\nThe arithmetic task") and "old figures" not in page
+    assert (out.parent / "stale.png").is_file() and "(stale.png)" in page
+
+
 def test_without_runs_to_compare_with_a_line_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_run(tmp_path, "streaming", 0)
-    learning.write(grid.read_all(ARITHMETIC, tmp_path, tmp_path / "model"), tmp_path, None, "the command")
+    learning.write(ARITHMETIC, grid.read_all(ARITHMETIC, tmp_path, tmp_path / "model"), tmp_path, None, "the command")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith(
         "nothing to compare; that takes a run of `synchronous` and one of another variant, of the same seed."

@@ -589,7 +589,7 @@ def test_wrong_weights_are_refused_and_the_old_ones_go_on(folder, reference, tmp
 
 def test_a_version_that_is_nowhere_is_refused(folder):
     async def script(stage: Stage) -> None:
-        with pytest.raises(EngineError, match="nobody says where version 1 can be had"):
+        with pytest.raises(EngineError, match="version 1 has no known source"):
             await stage.engine.install(Weights(Version(1)))
         await stage.engine.install(Weights(Version(0)))
         assert await stage.text()

@@ -5,10 +5,10 @@ the time that real processes and loopback take. `-s` prints the step times besid
 """
 
 import pytest
-from tests.unit.test_emulation_scale import as_patient
 
 from polyrl.reproduce import measures
 from polyrl.reproduce.emulation.play import SPEEDUP, emulate, scale_of
+from polyrl.reproduce.emulation.scale import as_patient
 from polyrl.reproduce.playing import Variant, simulate
 from polyrl.sim.library import load_scenario
 

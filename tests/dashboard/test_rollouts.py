@@ -57,7 +57,7 @@ def test_trained_answers_are_shown_without_a_look_at_the_managers_payload(
     with pytest.raises(JournalError, match="not a run's payload"):
         shown.listed(begun[0], SampleFilter(), 0, 100)
     assert main(["samples", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("4 shown; step 0 are kept")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("4 shown; step 0 is kept")
 
 
 def test_a_step_without_answers_yet_is_left_out_of_those_of_its_prompt(tmp_path: Path):

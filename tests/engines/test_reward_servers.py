@@ -1,7 +1,8 @@
-"""A judge and a reward model behind real vLLM servers, with tiny random models."""
+"""A judge and a reward model behind real servers of vLLM and SGLang, with tiny random models."""
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -37,12 +38,37 @@ def vllm(model: Path, *flags: str) -> Iterator[str]:
     port = free_port()
     argv = [python_of("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny"]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, "--dtype", "float32", "--enforce-eager"]
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     more |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    log = model / "server.log"
+    with _running([*argv, *flags], more, port, model / "server.log") as url:
+        yield url
+
+
+@contextmanager
+def sglang(model: Path) -> Iterator[str]:
+    """A server of a classifier on the CPU; its address."""
+    port = free_port()
+    argv = [python_of("sglang"), "-m", "sglang.launch_server", "--model-path", str(model), "--is-embedding"]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, "--dtype", "float32", "--device", "cpu"]
+    argv += [
+        "--disable-cuda-graph",
+        "--disable-overlap-schedule",
+        "--disable-radix-cache",
+        "--max-total-tokens",
+        "1024",
+    ]
+    argv += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.8"]
+    more = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "OMP_NUM_THREADS": "1"}
+    with _running(argv, more, port, model / "server.log") as url:
+        yield url
+
+
+@contextmanager
+def _running(argv: list[str], more: dict[str, str], port: int, log: Path) -> Iterator[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = kept | more | {"HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
-        process = subprocess.Popen([*argv, *flags], env=kept | more, stdout=output, stderr=output, process_group=0)
+        process = subprocess.Popen(argv, env=environment, stdout=output, stderr=output, process_group=0)
     try:
         _until_ready(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
@@ -141,3 +167,29 @@ def test_a_real_server_classifies_as_transformers_does(
         long = asyncio.run(scores(RewardModel, given("x" * 900), url=url, api_key_env="JUDGE_KEY", **label))
         assert isinstance(long[0], Reward), long
     assert [one.score for one in theirs] == pytest.approx([one.score for one in ours], abs=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "num_labels"), [("llama", 1), ("qwen3", 3)])
+def test_a_real_sglang_server_classifies_as_transformers_does(
+    tmp_path: Path, kind: str, num_labels: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setenv("POLYRL_REWARDS", '{"timeout_s": 120}')
+    folder = save(tmp_path, kind, num_labels=num_labels, head_dim=32)
+    answers = ["4", "five, I would say", "it is four " * 4]
+    label = {} if num_labels == 1 else {"label": 1}
+    args = {"server": "sglang", "model": "tiny", "api_key_env": "JUDGE_KEY", **label}
+    with sglang(folder) as url:
+        theirs = asyncio.run(scores(RewardModel, *map(given, answers), url=url, **args))
+        (long,) = asyncio.run(scores(RewardModel, given("x" * 900), url=url, **args))
+        (stopped,) = asyncio.run(scores(RewardModel, given("4"), url=url, **{**args, "api_key_env": "HOME"}))
+    logits = references(folder, [f"2+2={one}" for one in answers])
+    expected = [row[0] for row in logits] if num_labels == 1 else [_share(row, 1) for row in logits]
+    assert [one.score for one in theirs] == pytest.approx(expected, abs=1e-3), theirs
+    assert isinstance(long, RewardFailed) and "answered 400" in str(long), "it cuts no input by itself"
+    assert isinstance(stopped, RewardStops) and "answered 401" in str(stopped)
+
+
+def _share(logits: list[float], label: int) -> float:
+    """The softmax of one label."""
+    return math.exp(logits[label]) / math.fsum(map(math.exp, logits))

@@ -179,7 +179,7 @@ def test_stamps_that_the_server_contradicts_are_counted(tmp_path):
 def test_a_version_that_nobody_can_give_is_not_installed(tmp_path):
     async def script(stage: Stage) -> None:
         await stage.engine.install(Weights(Version(0)))
-        with pytest.raises(EngineError, match="nobody says where version 3 can be had"):
+        with pytest.raises(EngineError, match="version 3 has no known source"):
             await stage.engine.install(Weights(Version(3)))
 
     play(script, tmp_path)

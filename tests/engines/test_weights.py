@@ -142,7 +142,7 @@ def test_a_failed_install_says_why_in_a_line_and_the_old_version_runs_on(server:
                 await stage.engine.install(Weights(Version(bad.manifest.version), copy=bad))
             assert why in str(failure.value)
             assert "\n" not in str(failure.value)
-        with pytest.raises(EngineError, match="nobody says where version 66 can be had"):
+        with pytest.raises(EngineError, match="version 66 has no known source"):
             await stage.engine.install(Weights(Version(66)))
         assert await stage.sink.end_of(lease) == "length"
         assert set(stage.sink.versions[lease]) == {61}

@@ -167,6 +167,33 @@ def test_a_bad_call_reaches_the_harness_which_tells_the_model(written: str, told
     assert told in episode.shown(1)
 
 
+BY_ITEMS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n{{ value }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Writes each argument by itself, as Qwen3-Coder's does."""
+
+
+@pytest.mark.parametrize("arguments", ['{"a": twelve}', '"twelve"', "[12]"])
+def test_a_call_that_the_template_could_not_write_again_is_text_so_that_the_history_can_be_compacted(arguments: str):
+    """The harness was told a call, and could not say it again: its request was refused, and the episode had failed."""
+
+    async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
+        messages: list[Any] = [{"role": "user", "content": "A long history."}, USER]
+        first = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        said = first.choices[0].message
+        results = [{"role": "tool", "tool_call_id": one.id, "content": "wrong"} for one in said.tool_calls or []]
+        messages = [USER, said.model_dump(exclude_none=True), *results, {"role": "user", "content": "Go on."}]
+        again = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        return again.choices[0].message.content
+
+    written = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    assert with_client(act, [written, "19"], text_model(BY_ITEMS)) == "19"
+
+
 def test_a_template_that_cannot_render_tools_is_a_bad_request_in_one_line():
     async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
         with pytest.raises(openai.BadRequestError) as raised:

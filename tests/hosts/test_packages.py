@@ -4,20 +4,16 @@ Each needs its package; `make environments` installs them, each set into an envi
 """
 
 import asyncio
-import importlib.util
+import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hosts.policies import HERMES, PlayedByHand, text_model
+from tests.hosts.playing import Played, needs, play
+from tests.hosts.policies import HERMES, PlayedByHand
 from tests.serving import save_tokenizer
 
 from polyrl.errors import ConfigError, UserError
@@ -26,47 +22,8 @@ from polyrl.hosts.episode import CallLimits, DrawnAnswer, EpisodeEnd, EpisodeFai
 from polyrl.hosts.front import HostFront
 from polyrl.hosts.own import HostParts
 from polyrl.hosts.registry import find_environment
-from polyrl.hosts.texts import ModelText
 
 HERE = Path(__file__).parent
-CONTEXT = 20_000
-
-
-def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
-
-
-class Played:
-    """An environment that has started, and what was played in it."""
-
-    def __init__(self, name: str, args: dict[str, Any], text: ModelText | None = None, **parts: Any) -> None:
-        self.text = text_model(HERMES, max_context=CONTEXT) if text is None else text
-        self._front = HostFront(max_context=CONTEXT, text=self.text)
-        self._name, self._args, self._parts = name, args, parts
-        self.environment: Any = None
-
-    async def __aenter__(self) -> "Played":
-        await self._front.start()
-        parts = HostParts(self._front, self.text, **self._parts)
-        self.environment = find_environment(self._name, self._args, parts)
-        await self.environment.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.environment.close()
-        await self._front.close()
-
-    async def play(self, answers: Any, **known: Any) -> tuple[EpisodeEnd, PlayedByHand]:
-        episode = PlayedByHand(self.text, answers, max_context=CONTEXT, **known)
-        return await self.environment.play(episode), episode
-
-
-def play(name: str, args: dict[str, Any], answers: Any, **known: Any) -> tuple[EpisodeEnd, PlayedByHand]:
-    async def run() -> tuple[EpisodeEnd, PlayedByHand]:
-        async with Played(name, args) as one:
-            return await one.play(answers, **known)
-
-    return asyncio.run(run())
 
 
 # Without any package
@@ -184,6 +141,26 @@ def test_an_environment_of_skyrl_gym_is_played_over_turns_with_the_row_as_its_ex
         play("skyrl-gym", {"env": "lcb"}, [])
 
 
+@needs("skyrl_gym")
+def test_an_environment_of_skyrl_gym_with_settings_of_its_own_class_uses_its_tool(tmp_path: Path):
+    folder = tmp_path / "spider" / "database" / "sums"
+    folder.mkdir(parents=True)
+    with contextlib.closing(sqlite3.connect(folder / "sums.sqlite")) as made:
+        made.executescript("create table terms(a); insert into terms values (4), (5);")
+    gold = {"reward_spec": {"ground_truth": "select sum(a) from terms"}}
+    row = {"prompt": "add them up", "db_id": "sums", "data": "spider", **gold}
+    answers = [
+        "<think>look</think><sql>select a from terms</sql>",
+        "<think>so</think><solution>select sum(a) from terms</solution>",
+    ]
+    args = {"env": "text2sql", "settings": {"db_path": str(tmp_path)}}
+    end, episode = play("skyrl-gym", args, answers, task=row)
+    assert (end.reward, end.num_turns) == (1.0, 2)
+    assert "<observation>" in episode.shown(1)
+    with pytest.raises(UserError, match=r"^skyrl-gym: text2sql: TypeError: .*'folder'"):
+        play("skyrl-gym", {"env": "text2sql", "settings": {"folder": "x"}}, [])
+
+
 # verifiers
 
 
@@ -196,14 +173,6 @@ def uses_the_tool(prompt: str) -> str:
     if name is None:
         return str(int(term) + 2)
     return f"<tool_call>\n{json.dumps({'name': name[1], 'arguments': {'a': int(term), 'b': 2}})}\n</tool_call>"
-
-
-@pytest.fixture
-def sums(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A taskset of the test's own; verifiers starts its tool server as a process, which must find it too."""
-    monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-    return {"taskset": {"id": "polyrl_test_sums", "with_tools": False}, "agent": {"max_turns": 4}}
 
 
 @needs("verifiers")
@@ -360,28 +329,6 @@ def test_a_game_that_verifiers_own_adapter_for_textarena_plays_is_played_by_a_ho
 
 
 # OpenEnv
-
-
-@pytest.fixture
-def counting_server(tmp_path: Path) -> Iterator[str]:
-    with (tmp_path / "server.log").open("wb") as log:
-        command = [sys.executable, str(HERE / "openenv_server.py")]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert server.stdout is not None
-    try:
-        port = int(server.stdout.readline())
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(200):
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield url
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
 
 
 @needs("openenv")

@@ -112,6 +112,8 @@ def test_a_text_ends_before_its_first_stop_string():
         ("xml", "<tool_call><function=a>" + "<parameter=" * 20_000),
         ("hermes", '<tool_call>{"name"' + " " * 40_000),
         ("llama", "{" + ";" * 40_000 + " " * 40_000),
+        ("mistral", '[TOOL_CALLS]a{"' + '\\"' * 100_000),
+        ("mistral", "[TOOL_CALLS]a{" + "[]" * 100_000 + "\\u" * 100_000),
     ],
 )
 def test_a_long_answer_without_sense_is_read_in_no_time(family: ToolFamily, said: str):
@@ -126,7 +128,36 @@ def test_halves_of_characters_in_a_call_can_be_sent_on(family: ToolFamily):
     said = '<tool_call>{"name": "add\\ud800", "arguments": {"a": "\\udfff", "b": "\\ud83d\\ude00"}}</tool_call>'
     (call,) = read_answer(said, family).calls
     assert call.name == "add\ufffd"
-    assert json.loads(call.arguments.encode()) == {"a": "\udfff", "b": "\U0001f600"}
+    assert json.loads(call.arguments.encode()) == {"a": "\ufffd", "b": "\U0001f600"}
+
+
+def test_halves_of_characters_in_arguments_as_they_were_written_are_marks_and_other_escapes_stay():
+    said = r'[TOOL_CALLS]add{"a": "\ud800", "b": "\\ud800\ud83d\ude00\n", "c": "\uDC00\ud83d"}'
+    (call,) = read_answer(said, "mistral").calls
+    assert json.loads(call.arguments) == {"a": "\ufffd", "b": "\\ud800\U0001f600\n", "c": "\ufffd\ufffd"}
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity", "9" * 5000])
+def test_numbers_that_are_none_in_json_are_passed_on_as_they_were_written(number: str):
+    (call,) = read_answer(f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>', "hermes").calls
+    assert call == WrittenCall("add", f'{{"a": {number}}}')
+    (call,) = read_answer(f"<tool_call><function=add><parameter=a>{number}</parameter></function></tool_call>", "xml")[
+        1
+    ]
+    assert json.loads(call.arguments) == {"a": number}
+
+
+@pytest.mark.parametrize("depth", [65, 1000, 100_000])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_call_whose_arguments_nest_deeper_than_any_tools_is_text(depth: int, is_closed: bool):
+    nested = "[" * depth + "]" * depth * is_closed
+    hermes = f'<tool_call>{{"name": "f", "arguments": {nested}}}</tool_call>'
+    mistral = f'[TOOL_CALLS]f{{"a": {nested}}}'
+    assert read_answer(hermes, "hermes") == WrittenAnswer(hermes, [])
+    assert read_answer(mistral, "mistral") == WrittenAnswer(mistral, [])
+    shallow = json.dumps({"code": nested + '"' + nested})
+    (call,) = read_answer(f"[TOOL_CALLS]f{shallow}", "mistral").calls
+    assert call.arguments == shallow
 
 
 def test_a_call_that_nests_as_deep_as_can_be_read_does_not_raise():

@@ -167,7 +167,7 @@ def test_a_pause_a_trainer_that_goes_and_a_worker_that_goes(tmp_path: Path):
                 live.service.post(lambda lobby: lobby.tell(e.PlacingPaused()))
                 await until(lambda: ask(live).paused, "it is paused")
                 found = await examined(live)
-                assert found.findings[0].what == "somebody paused the run"
+                assert found.findings[0].what == "the run is paused"
                 live.service.post(lambda lobby: lobby.tell(e.PlacingResumed()))
                 await until(lambda: not ask(live).paused, "it goes on")
                 for one in live.service.lobby.workers.values():
@@ -224,8 +224,8 @@ def step(**metrics: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("trained", "told", "code"),
     [
-        (0, "nobody runs it: 0 of 3 steps are trained", 1),
-        (2, "nobody runs it: 2 of 3 steps are trained", 1),
+        (0, "it does not run: 0 of 3 steps are trained", 1),
+        (2, "it does not run: 2 of 3 steps are trained", 1),
         (3, "the run is done: all 3 steps are trained", 0),
     ],
 )

@@ -506,7 +506,7 @@ def test_a_worker_that_hands_everything_over_unasked_gets_no_sample_twice_and_is
     run(scenario())
     (given_up,) = (one.getMessage() for one in caplog.records if "mallory is given up" in one.getMessage())
     assert "failed samples of 3 groups in a row that others answered" in given_up
-    assert given_up.endswith("the last: handed_over: nobody asked for it")
+    assert given_up.endswith("the last: handed_over: it was not asked for")
     assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 1 << 20
 
 

@@ -101,7 +101,7 @@ def test_nobody_is_sent_to_an_address_that_is_not_the_workers_own(tmp_path: Path
         run(scene())
         with pytest.raises(TimeoutError):
             trap.accept()
-    assert f"worker mallory at 127.0.0.1: nobody is sent to fetch weights at {address}" in caplog.text
+    assert f"worker mallory at 127.0.0.1: no worker is sent to {address} for weights" in caplog.text
 
 
 def test_a_slow_relay_is_left_and_named_and_the_version_comes_from_the_trainer(

@@ -511,6 +511,15 @@ LIES: dict[str, tuple[Lie, str]] = {
         "result",
     ),
     "a result that is none": (lambda job: r.JobDone(job.job, b"\xc1"), "result"),
+    "a result that nests without end": (
+        lambda job: r.JobDone(job.job, b"\x98" + travel.pack_reply(RewardScored(b"", 1.0, {}))[1:] + b"\x91" * 60_000),
+        "result",
+    ),
+    "a CPU time that is NaN": (
+        lambda job: r.JobDone(job.job, msgspec.msgpack.encode(["_TravellingFailure", "slow", "timed_out", math.nan])),
+        "result",
+    ),
+    "a text that is none": (lambda job: b"\x92\xa7leaving\xa1\xff", "frame"),
     "a result for a job that it was not given": (lambda job: r.JobDone(job.job + 1, b""), "result"),
     "a return of a job that it was not given": (lambda job: r.JobsReturned((job.job + 7,)), "result"),
     "a job number below zero": (lambda job: raw("job_done", -1, b""), "frame"),

@@ -69,6 +69,7 @@ def test_answers_are_scored_by_the_number_of_their_prompt_or_by_a_row_of_their_o
         ([{"prompt": 20, "answer": "x"}], "answers.jsonl:1: prompt: got 20, expected a number from 0 to 19"),
         ([{"prompt": 0, "answer": "x", "domain": "no"}], "answers.jsonl:1: domain: got 'no', expected one of"),
         ([{"prompt": 0, "answer": 5}], "answers.jsonl:1: Expected `str | null`, got `int`"),
+        (['{"row": {"deep": ' + "[" * 5000 + "]" * 5000 + '}, "answer": "x"}'], "answers.jsonl:1: maximum recursion"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(
@@ -121,6 +122,18 @@ def test_answers_to_the_same_prompt_form_a_group(desk: Path, capsys: pytest.Capt
         found[5]["why"] == found[6]["why"] == "ranks_of_mine:rank: returned 1 rewards, expected 2, one for each answer"
     )
     assert "infrastructure_failed" in found[7]["why"]
+
+
+def test_rows_with_integers_of_any_size_form_groups(desk: Path, capsys: pytest.CaptureFixture[str]):
+    only_groups = GROUPS.replace('[[rewards.functions]]\nfunction = "scores_of_mine:score"', "")
+    (desk / "recipe.toml").write_text(RECIPE.replace(', reward = "scores_of_mine:score"', "") + only_groups)
+    (desk / "ranks_of_mine.py").write_text(RANKS)
+    rows = [{"prompt": "x", "number": 10**30 + at} for at in (0, 1, 0)]
+    write(*({"row": row, "answer": answer} for row, answer in zip(rows, "yxz", strict=True)))
+    assert main(["rewards", "recipe.toml", "answers.jsonl", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["parts"]["num"] for one in found] == [2.0, 1.0, 2.0]
+    assert [one["reward"] for one in found] == [0.0, 0.0, 10.0]
 
 
 def test_a_histogram_has_a_bin_for_each_of_few_scores_and_ten_for_many():

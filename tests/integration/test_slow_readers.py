@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import pytest
 from aiohttp import web
 from tests.integration.live import (
     CONFIG,
@@ -27,7 +28,7 @@ from polyrl.client import Prompt
 from polyrl.manager.peers.link import Link
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
 from polyrl.scheduling.core.parameters import FleetRules
-from polyrl.wire import frames
+from polyrl.wire import frames, host_frames
 
 SEND_TIMEOUT_S = 1.0
 IMPATIENT = ManagerSettings(
@@ -136,7 +137,15 @@ def test_who_is_told_goodbye_gets_what_was_queued_before():
     run(scenario())
 
 
-def test_what_waits_beside_payload_is_bounded():
+@pytest.mark.parametrize(
+    "made_for_it",
+    [
+        frames.Orders((frames.Order(1, 1024, b"abcd", bytes(1 << 18), 9, 9, frames.Sampling()),)),
+        host_frames.CallAnswer(1, 1, 0, bytes(1 << 18), "stop"),
+    ],
+    ids=["an order", "an answer to a call"],
+)
+def test_what_waits_beside_payload_is_bounded(made_for_it: frames.Orders | host_frames.CallAnswer):
     """Answers are kept anyway, and do not count; what is made for this peer alone does."""
 
     async def scenario() -> None:
@@ -144,9 +153,8 @@ def test_what_waits_beside_payload_is_bounded():
             for _ in range(100):
                 ends.link.send(big_frame(1 << 20))
             assert not ends.link.is_too_slow
-            order = frames.Order(1, 1024, b"abcd", bytes(1 << 18), 9, 9, frames.Sampling())
             for _ in range(5):
-                ends.link.send(frames.Orders((order,)))
+                ends.link.send(made_for_it)
             assert ends.link.is_too_slow
             async with asyncio.timeout(PATIENCE_S):
                 assert not await ends.pump

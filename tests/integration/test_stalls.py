@@ -76,7 +76,7 @@ def stall(name: str, says: str, deadline_s: float = 5.0) -> Callable[[Callable[[
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", [
     "no trainer", "no first version", "trainer away", pytest.param("trainer stopped", marks=pytest.mark.chaos),
-    "somebody paused", "prompts missing", "trainer takes nothing", "no worker", "too few places", "long tail",
+    "paused by request", "prompts missing", "trainer takes nothing", "no worker", "too few places", "long tail",
     "worker hangs", "worker stopped", "worker cut off", "engine down", "slow drain", "slow link",
     "weights cannot be pulled", "wrong model", "wrong token", "joins in a loop", "slow reward", "reward fails",
     "no reward worker", "no host", "slow environment", "host stopped", "too few places at hosts",
@@ -160,7 +160,7 @@ async def _trainer_stopped(live: Live) -> AsyncIterator[None]:
         yield
 
 
-@stall("somebody paused", "somebody paused the run")
+@stall("paused by request", "the run is paused")
 async def _paused(live: Live) -> AsyncIterator[None]:
     async with trainer(live) as fleet, honest_worker(live, SLOW), a_round(fleet):
         live.service.post(lambda lobby: lobby.tell(e.PlacingPaused()))

@@ -175,5 +175,5 @@ def test_a_manager_that_serves_https_says_how_to_join_it(tmp_path: Path, files):
     assert "--join https://localhost:" in line
     assert line.endswith(f" {token}\n")
     vouches_for_itself = sys.version_info >= (3, 13)  # any certificate does, if it is trusted, since then
-    unknown = f" --ca {cert}" if vouches_for_itself else f" --ca FILE  (FILE: of whoever vouches for {cert})"
+    unknown = f" --ca {cert}" if vouches_for_itself else f" --ca FILE  (FILE: the authority that signed {cert})"
     assert join_line(tmp_path, cert, key).endswith(f" {token}{unknown}\n")

@@ -65,18 +65,19 @@ def test_workers_are_shown_by_what_they_do():
     workers = (
         worker(running=3),
         worker(),
-        worker(name="trainer"),
+        worker(name="trainer", local=True),
+        worker(name="trainer-1", local=True),
         worker(state="waiting", version=-1),
         worker(state="joined"),
         worker(state="draining"),
         worker(connected=False, last_heard_s=7.4),
     )
-    view = view_of(a_status(workers=workers), Told("r", 1), "trainer")
+    view = view_of(a_status(workers=workers), Told("r", 1))
     states = [one.state for one in view.workers]
-    assert states == ["generating", "idle", "training", "pulling", "starting", "draining", "silent 7 s"]
+    assert states == ["generating", "idle", "training", "training", "pulling", "starting", "draining", "silent 7 s"]
     assert (view.workers[0].tok_s, view.workers[1].tok_s) == (100.0, 0.0)
-    assert view.workers[3].version is None
-    assert [one.local for one in view.workers].count(True) == 1
+    assert view.workers[4].version is None
+    assert [one.name for one in view.workers if one.local] == ["trainer", "trainer-1"]
 
 
 def test_the_round_of_the_step_is_shown_and_no_other():

@@ -33,6 +33,7 @@ class Asked(NamedTuple):
     path: str
     body: dict[str, Any]
     key: str
+    cookie: str = ""
 
     @property
     def text(self) -> str:
@@ -84,7 +85,8 @@ def _handler(service: StandIn) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked = Asked(time.monotonic(), self.path, body, self.headers.get("Authorization", ""))
+            key, cookie = self.headers.get("Authorization", ""), self.headers.get("Cookie", "")
+            asked = Asked(time.monotonic(), self.path, body, key, cookie)
             with service.lock:
                 number = len(service.asked)
                 service.asked.append(asked)

@@ -23,6 +23,12 @@ def echo_row(given: RewardInput) -> float:
     return given.row["values"][1] + given.num_tokens
 
 
+def num_bits(given: RewardInput) -> float:
+    within = given.row["within"][0]["list"]
+    assert within[2] is True
+    return given.row["value"].bit_length() + within[0].bit_length() + within[1]
+
+
 def is_true(given: RewardInput) -> bool:
     return given.answer == given.expected
 
@@ -305,6 +311,15 @@ def announces_gigabytes(given: RewardInput) -> float:
             os.write(number, struct.pack("<I", 1_500_000_000) + b"x" * 1000)
             for _ in range(1500):
                 os.write(number, bytes(1 << 20))
+    return 1.0
+
+
+def nests_without_end(given: RewardInput) -> float:
+    """A reply with a surplus field, which lies in 60,000 lists."""
+    body = b"\x98" + encode(RewardScored(b"", 1.0, {}))[5:] + b"\x91" * 60_000 + b"\x01"
+    for number in range(3, 1024):
+        with contextlib.suppress(OSError):
+            os.write(number, struct.pack("<I", len(body)) + body)
     return 1.0
 
 

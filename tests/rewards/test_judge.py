@@ -184,6 +184,18 @@ def test_retry_after_is_waited_for_by_all_that_ask_and_more_than_the_time_left_i
         assert time.monotonic() - began < 5.0 and len(service.asked) == 1
 
 
+def test_a_services_cookies_are_not_kept_however_many_it_sets():
+    cookies = tuple(("Set-Cookie", f"{number}={'x' * 4000}") for number in range(20))
+    with stand_in([Act(headers=cookies)]) as service:
+        service.url = service.url.replace("127.0.0.1", "localhost")  # of an address, none would be kept
+
+        async def twice(judge: Judge) -> list[Reward]:
+            return [await judge(given("1")), await judge(given("2"))]
+
+        assert [one.score for one in with_judge(service, twice)] == [7.0, 7.0]
+        assert [one.cookie for one in service.asked] == ["", ""]
+
+
 def test_a_slow_judge_is_unavailable_before_the_answers_own_time_limit(monkeypatch: pytest.MonkeyPatch):
     tell(monkeypatch, timeout_s=1.0)
     with stand_in([Act(after_s=5.0)]) as service:

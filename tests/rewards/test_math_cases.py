@@ -5,7 +5,7 @@ import time
 import pytest
 
 from polyrl.rewards import math_answers
-from polyrl.rewards.reward import RewardInput, RewardTimedOut
+from polyrl.rewards.reward import RewardFailed, RewardInput, RewardTimedOut
 
 CASES = [
     (r"<think>maybe \boxed{3}</think> so \boxed{4}", "4", 1),
@@ -155,4 +155,13 @@ def test_no_expression_takes_longer_than_its_limit(name: str):
     except RewardTimedOut:
         found = None
     assert found in (None, 0.0)
+    assert time.process_time() - began < LIMIT_S + 1.0
+
+
+@pytest.mark.parametrize("expected", ["(" * 3000 + "1" + ")" * 3000, "9" * 100_000])
+def test_an_expected_answer_has_the_same_limit_and_one_that_cannot_be_read_is_named(expected: str):
+    math_answers.score(RewardInput("", "1", "1", {}, "stop", 1), limit_s=60.0)
+    began = time.process_time()
+    with pytest.raises(RewardFailed, match=r"the expected answer '.{80}' (cannot be read as|could not be read in)"):
+        math_answers.score(RewardInput("", r"\boxed{1}", expected, {}, "stop", 1), limit_s=LIMIT_S)
     assert time.process_time() - began < LIMIT_S + 1.0

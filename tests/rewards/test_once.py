@@ -37,6 +37,9 @@ def test_the_same_answer_is_scored_once_also_while_the_first_is_under_way():
         await once.score("m:f", {}, given("b"), make)
         await once.score("m:f", {}, given("a", tests=[1]), make)
         assert make.num == 5
+        for tests in ([1 << 80], [1 << 80], [1 << 81]):
+            await once.score("m:f", {}, given("a", tests=tests), make)
+        assert make.num == 7
 
     asyncio.run(body())
 

@@ -5,9 +5,10 @@ import asyncio
 import psutil
 import pytest
 
+from polyrl.errors import ConfigError
 from polyrl.rewards import arithmetic, math_answers
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut, check_reward
 
 
 def given(answer: str, expected: str) -> RewardInput:
@@ -104,3 +105,9 @@ def test_math_keeps_to_a_learned_limit_and_its_process_goes_on():
     assert looped == Reward(0.0, {}, "timed_out", 0.5, False)
     assert (first.score, after.score) == (1.0, 1.0)
     assert 0.4 < took_s < 0.5 + 0.5 and is_same_process
+
+
+@pytest.mark.parametrize("limit_s", [0, -1, float("inf"), "5"])
+def test_a_limit_of_math_that_is_none_is_refused_before_the_run(limit_s: object):
+    with pytest.raises(ConfigError, match=r"rewards\.functions\.0\.args\.limit_s: got "):
+        check_reward(math_answers.score, {"limit_s": limit_s}, "rewards.functions.0.function")

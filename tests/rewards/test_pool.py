@@ -317,8 +317,8 @@ def test_a_plain_function_may_run_an_event_loop_of_its_own():
 # Code that a model wrote, run by a function in its own process
 
 
-@pytest.mark.parametrize("name", ["writes_everywhere", "writes_a_byte", "announces_gigabytes"])
-def test_a_forged_reply_scores_nobody_and_shifts_no_reward(name: str):
+@pytest.mark.parametrize("name", ["writes_everywhere", "writes_a_byte", "announces_gigabytes", "nests_without_end"])
+def test_a_forged_reply_scores_nobody_and_shifts_no_reward(name: str, caplog: pytest.LogCaptureFixture):
     async def body(pool: RewardPool) -> tuple[float | BaseException, list[float]]:
         (forged,) = await asyncio.gather(score(pool, name), return_exceptions=True)
         return forged, [await score(pool, "length", given("x" * number)) for number in range(5)]
@@ -329,6 +329,7 @@ def test_a_forged_reply_scores_nobody_and_shifts_no_reward(name: str):
     assert after == [0.0, 1.0, 2.0, 3.0, 4.0]
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mb < 100, "a reply that is announced as gigabytes is not read"
+    assert not caplog.records, "it is no bug of ours, with a traceback"
 
 
 def test_a_thread_that_stays_behind_and_writes_hurts_nobody_else():
@@ -551,10 +552,22 @@ asyncio.run(main())
 def test_a_row_that_is_no_plain_data_fails_by_itself():
     async def body(pool: RewardPool) -> float:
         with pytest.raises(RewardFailed, match="the row is no plain data"):
-            await score(pool, "length", given(huge=1 << 80))
+            await score(pool, "length", given(half="\ud800"))
         return await score(pool, "length")
 
     assert with_pool(body) == 3.0
+
+
+@pytest.mark.parametrize("number", [1 << 63, 1 << 64, -(1 << 64), -(1 << 63) - 1, 1 << 80, 1 << 20_000], ids=range(6))
+def test_a_row_may_have_integers_of_any_size(number: int):
+    row = {"value": number, "within": [{"list": [number, 1, True]}]}
+    expected = {"value": number, "within": [{"list": [number, 1, True]}]}
+
+    async def body(pool: RewardPool) -> float:
+        return await score(pool, "num_bits", given(**row))
+
+    assert with_pool(body) == 2 * number.bit_length() + 1
+    assert row == expected
 
 
 @pytest.mark.parametrize(

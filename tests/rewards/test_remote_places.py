@@ -74,14 +74,15 @@ async def settle() -> None:
 
 def test_an_answer_waits_for_a_place_goes_out_whole_and_its_reward_comes_back():
     async def body(manager: Manager) -> None:
-        task = ask(manager, GIVEN._replace(limit_s=2.5))
+        given = GIVEN._replace(limit_s=2.5, row={**GIVEN.row, "value": [1 << 80]})
+        task = ask(manager, given)
         await settle()
         assert not manager.sent and manager.pool.state().waiting == 1 and manager.pool.is_without_places
         manager.seat("a")
         await settle()
         (job,) = manager.jobs("a")
         call = travel.read_call(job.body)
-        assert call == RewardCall("mine:graded", {"k": 1}, GIVEN._replace(limit_s=2.5), 20.0) and call.cpu_s == 2.5
+        assert call == RewardCall("mine:graded", {"k": 1}, given, 20.0) and call.cpu_s == 2.5
         manager.answer(
             "a", job.job, travel.pack_reply(RewardScored(b"", 0.5, {"x": 0.25}, "timed_out", 1.5, correct=True))
         )
@@ -374,7 +375,7 @@ def test_a_row_that_is_no_plain_data_fails_and_its_place_is_free_again():
     async def body(manager: Manager) -> None:
         manager.seat("a", places=1)
         with pytest.raises(RewardFailed, match="the row is no plain data"):
-            await manager.pool.score("mine:graded", GIVEN._replace(row={"n": 1 << 80}))
+            await manager.pool.score("mine:graded", GIVEN._replace(row={"n": "\ud800"}))
         task = ask(manager)
         await settle()
         manager.score("a", manager.jobs("a")[0])

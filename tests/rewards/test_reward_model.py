@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import json
 import math
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from tests.rewards.judge_server import Act, Asked, StandIn, stand_in
 from tests.serving import CHATML, save_tokenizer
 
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
+from polyrl.rewards.models import classifier
 from polyrl.rewards.models.batches import Batches
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import (
@@ -150,6 +154,22 @@ def test_a_batch_has_the_scores_of_transformers_one_at_a_time(tmp_path: Path, ki
     assert found == pytest.approx(expected, abs=1e-5) and len({round(one, 4) for one in found}) >= 4
 
 
+@hypothesis.given(text=st.text("abc", max_size=12))
+def test_no_special_token_is_left_and_a_text_without_any_stays_as_it_is(text: str):
+    tokens = ["ab", "abc", "ca", "bb"]
+    left = classifier.without(text, tokens)
+    assert not any(one in left for one in tokens)
+    assert left == text or any(one in text for one in tokens)
+
+
+def test_special_tokens_within_each_other_are_taken_out_in_one_pass():
+    tokens = [f"<|reserved_{number}|>" for number in range(250)] + ["<|im_end|>"]
+    began = time.process_time()
+    assert classifier.without("a" + "<|im" * 5000 + "<|im_end|>" + "_end|>" * 5000 + "b", tokens) == "ab"
+    assert classifier.without("ab", ["abc", "ab"]) == "" and classifier.without("a", ["abc", "a"]) == ""
+    assert time.process_time() - began < 1.0
+
+
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_without_a_chat_template_prompt_and_answer_are_a_pair(tmp_path: Path, kind: str):
     folder = save(tmp_path, kind, template=None)
@@ -274,8 +294,8 @@ def wrong_folder(tmp_path: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        ("nothing", "path: .*/m: no config.json can be read there: FileNotFoundError"),
-        ("no JSON", "path: .*/m: no config.json can be read there: JSONDecodeError"),
+        ("nothing", "path: .*/m: no config.json there; expected a Hugging Face model directory"),
+        ("no JSON", "path: .*/m: its config.json cannot be read: JSONDecodeError"),
         (
             "a language model",
             "path: .*/m is of LlamaForCausalLM, expected one that ends with ForSequenceClassification",

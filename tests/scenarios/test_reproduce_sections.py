@@ -8,6 +8,7 @@ from polyrl.cli.main import main
 from polyrl.ids import Step
 from polyrl.reproduce import elastic, losses, measured
 from polyrl.reproduce.comparing import Section, relative
+from polyrl.reproduce.emulation.beside import Beside
 from polyrl.reproduce.names import PLACES, REPRODUCTIONS
 from polyrl.reproduce.page import Provenance, misfits, page
 from polyrl.reproduce.picture import draw
@@ -84,6 +85,39 @@ def test_what_is_emulated_makes_its_section_of_shorter_runs(name):
     assert EMULATED[name](short).tables
     REPRODUCTIONS[name].simulation(whole)
     assert len(short.cases) <= len(whole.cases)
+
+
+def test_what_is_emulated_stands_beside_the_simulator_case_by_case():
+    """The simulator is patient with dead workers as the emulated run is, and plays the same seeds."""
+    asked: list[tuple[Variant, int]] = []
+
+    def simulate_one(case: Variant, seed: int) -> Played:
+        asked.append((case, seed))
+        return Played([step(number, 100.0) for number in range(3)], 0)
+
+    class Three:
+        def play(self, cases, at_least=1):
+            slow = {key: 105.0 if key == ("8k", "near") else 120.0 for key in cases}
+            return {key: [Played([step(n, took) for n in range(3)], 0)] * 2 for key, took in slow.items()}
+
+    beside, section = Beside(Three(), 10.0, simulate_one), Section("title", "about")
+    beside.play({("8k", "near"): Variant("three-of-six", ("run.steps=3",))})
+    beside.tell(section)
+    (table,) = section.tables
+    assert table.rows == [["8k near", "105", "100", "1.050", ", ".join(["105 (100)"] * 6)]]
+    assert section.claims[0].holds
+    assert [seed for _, seed in asked] == [0, 1]
+    assert asked[0][0].overrides == ("run.steps=3", "fleet_rules.heartbeat_timeout_s=20")
+
+    beside.play({"far": Variant("elastic-8b")})
+    beside.tell(section)
+    assert "farthest: far, 1.200" in section.claims[1].text and not section.claims[1].holds
+
+
+def test_a_segment_of_a_market_begins_when_the_window_is_learned():
+    steps = [step(number, 100.0) for number in range(20)]
+    market = elastic.Market(segment_s=1000.0, left_out_s=500.0)
+    assert [one.line.step for one in market.segment(Played(steps, 0))] == list(range(5, 15))
 
 
 def test_steps_in_which_the_fleet_changes_belong_to_no_level():

@@ -8,19 +8,24 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tests.processes import fork_each
 from tests.trainer.ranks_at_work import Recording, every_case, make_crew, samples
 
+from polyrl.config.recipe import AlgorithmConfig
 from polyrl.trainer import sharding
 from polyrl.trainer.batch import TrainSample, first_sequences
 from polyrl.trainer.meeting import Meeting
 from polyrl.trainer.ranks import RankInfo, Ranks
 from polyrl.trainer.step import StepAccumulator
 
+OPTIMAL = "optimal baseline"
+"""Ranks that share a model have no gradient of a single sample, and replicas of one rank have."""
 CASES = (
+    OPTIMAL,
     "token-mean",
     "seq-mean-token-mean",
     "fixed",
@@ -49,6 +54,12 @@ OTHERS = ("4 of 1", "2 contexts of 2")
 """Settings that repeat a smaller one with more ranks: for `make test-chaos`."""
 
 
+def case_of(name: str) -> tuple[AlgorithmConfig, dict[str, Any]]:
+    if name == OPTIMAL:
+        return AlgorithmConfig(baseline="optimal", correction="tis-sequence"), {}
+    return every_case()[name]
+
+
 def two_steps(
     steps: StepAccumulator, groups: list[list[TrainSample]], number: int, num_replicas: int
 ) -> dict[str, float]:
@@ -72,7 +83,7 @@ def main(name: str, folder: Path, rank: int) -> None:
     place = folder / name
     place.mkdir(exist_ok=True)
     for case in cases:
-        config, shape = every_case()[case]
+        config, shape = case_of(case)
         sharing = None if ranks.replica.size == 1 else ranks.replica
         learner = make_crew(folder, sharing, config, shape, Meeting(ranks) if num_replicas > 1 else None)
         metrics = two_steps(learner.steps, samples(folder, shape), ranks.replica_number, num_replicas)

@@ -15,6 +15,7 @@ from polyrl.trainer.objectives.registry import BY_CRITIC
 
 BESIDE_THE_TABLE = {
     "advantage_args": "integration/test_extend.py",
+    "baseline": "trainer/test_optimal_baseline.py",
     "loss_args": "integration/test_extend.py",
     "fixed_tokens": "trainer/test_step.py",
     "reference": "integration/test_train.py",

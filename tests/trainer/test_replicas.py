@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.processes import made_once, run_module
-from tests.trainer.ranks_at_work import Recording, every_case, make_crew, make_models, samples, two_steps
-from tests.trainer.replicas_at_work import OTHERS, SETTINGS
+from tests.trainer.ranks_at_work import Recording, make_crew, make_models, samples, two_steps
+from tests.trainer.replicas_at_work import OTHERS, SETTINGS, case_of
 from tests.trainer.test_ranks import apart, part
 
 pytestmark = pytest.mark.timeout(600)
@@ -39,7 +39,7 @@ def play(settings: Sequence[str], place: Path) -> None:
     ],
 )
 def test_replicas_have_the_gradients_metrics_and_weights_of_one_rank(folder: Path, setting: str, case: str):
-    config, shape = every_case()[case]
+    config, shape = case_of(case)
     learner = make_crew(folder, None, config, shape)
     metrics = two_steps(learner.steps, samples(folder, shape))
     found = load_file(folder / setting / f"{case}.safetensors")
@@ -61,7 +61,7 @@ def test_replicas_have_the_gradients_metrics_and_weights_of_one_rank(folder: Pat
 
 @pytest.mark.parametrize("setting", ["2 of 1"])
 def test_a_step_without_samples_moves_no_replica(folder: Path, setting: str):
-    config, shape = every_case()["nothing"]
+    config, shape = case_of("nothing")
     learner = make_crew(folder, None, config, shape)
     found = part(load_file(folder / setting / "nothing.safetensors"), "policy/master/")
     assert all(torch.equal(found[name], one) for name, one in learner.policy.parameters().items())

@@ -76,8 +76,8 @@ class Bench:
         self.model = FakeModel(block_tokens)
         self.members: list[Member] = []
 
-    def add(self, tokens: list[int], num_new: int = 1000) -> Member:
-        member = Member(LeaseId(len(self.members) + 1), tokens, len(tokens) + num_new)
+    def add(self, tokens: list[int], num_new: int = 1000, num_kept: int | None = None) -> Member:
+        member = Member(LeaseId(len(self.members) + 1), tokens, len(tokens) + num_new, num_kept=num_kept)
         self.members.append(member)
         self.batching.add(member)
         return member
@@ -475,6 +475,40 @@ def test_those_that_go_on_over_other_weights_do_not_share_with_those_that_come_a
     assert shape(bench.step()) == [(1, 9, 1, True), (2, 8, 1, True), (3, 7, 1, True)]
 
 
+# Whether a text may go on
+
+
+def test_a_conversation_is_found_again_however_many_single_answers_were_written_meanwhile():
+    """The cache has room for the conversation and one answer. Kept, the answers would push the conversation out."""
+
+    def num_prefilled(*, goes_on: bool) -> int:
+        bench = Bench(num_blocks=14)
+        talk = bench.add(text(20), num_new=9)
+        while talk.lease in bench.batching:
+            bench.step()
+        for start in (100, 200, 300):
+            single = bench.add(text(3, start), num_new=18, num_kept=None if goes_on else 3)
+            while single.lease in bench.batching:
+                bench.step()
+        before = bench.batching.num_prefilled
+        bench.add([*talk.tokens, 1, 2], num_new=2)
+        bench.step()
+        return bench.batching.num_prefilled - before
+
+    assert num_prefilled(goes_on=False) == 3  # the last drawn token, and what is new
+    assert num_prefilled(goes_on=True) > 20
+
+
+def test_siblings_find_the_prompt_of_an_answer_that_ended():
+    bench = Bench()
+    first = bench.add(text(10), num_new=8, num_kept=10)
+    while first.lease in bench.batching:
+        bench.step()
+    bench.add(text(10), num_new=8, num_kept=10)
+    bench.step()
+    assert (bench.batching.num_prefilled, bench.batching.num_reused) == (10 + 1, 9)
+
+
 # Laws
 
 
@@ -499,15 +533,17 @@ class Fleet(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
         num_new=st.integers(1, 12),
         num_samples=st.integers(1, 4),
+        goes_on=st.booleans(),
     )
-    def add(self, tokens: list[int], num_new: int, num_samples: int) -> None:
+    def add(self, tokens: list[int], num_new: int, num_samples: int, goes_on: bool) -> None:
         capacity = self.cache.num_blocks * self.cache.block_tokens
         for _ in range(num_samples):
             max_total = min(len(tokens) + num_new, capacity)
             if not self.batching.fits(len(tokens) + 1):
                 continue
             self.num_added += 1
-            member = Member(LeaseId(self.num_added), list(tokens), max_total)
+            num_kept = None if goes_on else 1 + len(tokens) // 2
+            member = Member(LeaseId(self.num_added), list(tokens), max_total, num_kept=num_kept)
             self.alive[member.lease] = member
             self.batching.add(member)
 

@@ -16,6 +16,8 @@ import os
 import sys
 from polyrl.errors import LawViolation, UserError
 
+EXAMPLE = ""
+
 def add_arguments(parser):
     parser.add_argument("how")
     parser.add_argument("overrides", nargs="*")
@@ -231,6 +233,8 @@ def test_an_interrupt_within_an_import_ends_with_a_line_whatever_is_imported(tmp
 LOOPING_COMMAND = """
 import asyncio, os, signal
 from polyrl.run.event_loop import run_loop
+
+EXAMPLE = ""
 
 def add_arguments(parser): ...
 

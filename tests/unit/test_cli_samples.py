@@ -118,7 +118,7 @@ def test_an_episode_is_shown_turn_by_turn_with_what_was_drawn_and_what_was_given
     assert lines[at + 1] == "3 tokens, stop; version 2 on spot-1"
     rows = [" ".join(line.split()) for line in lines[at + 2 : at + 6]]
     assert rows == ["given 3", "drawn 10 11", "given 4", "drawn 12"]
-    assert "step 0  7/1  reward 0.5 (turns 2)" in lines and "2 shown; step 0 are kept" in lines[-1]
+    assert "step 0  7/1  reward 0.5 (turns 2)" in lines and "2 shown; step 0 is kept" in lines[-1]
     second = [" ".join(line.split()) for line in lines[lines.index("training sequence 2 of 2") + 1 :]]
     assert second[:2] == ["given 3 10 5", "drawn 13"]
     assert main(["samples", str(tmp_path), "--json", "--grep", "13"]) == 0

@@ -213,7 +213,7 @@ def test_a_plan_for_a_trainer_that_does_not_generate_tries_no_empty_fleet(tiny, 
     line = refused(capsys, "plan", tiny, *alone, "--workers", "0-2")
     assert line == (
         "tiny with 0 workers, no over-provisioning, on-policy: "
-        "fleet.workers: expected at least 1, since nobody else generates (trainer.local_workers = 0)"
+        "fleet.workers: expected at least 1, since trainer.local_workers = 0"
     )
 
 

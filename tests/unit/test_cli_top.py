@@ -17,11 +17,16 @@ from polyrl.cli.main import main
 
 
 def test_a_run_is_shown_in_a_terminal_until_ctrl_c(tmp_path: Path):
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "torch.py").write_text(
+        "raise ImportError('it takes seconds, and nothing is computed here')"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'without'}:{os.environ.get('PYTHONPATH', '')}"}
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"reward/mean":0.25}\n{"step":1,"reward/mean":0.5}\n')
     with manager_in_thread(tmp_path):
         ours, theirs = pty.openpty()
         words = [sys.executable, "-m", "polyrl", "top", str(tmp_path)]
-        process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
         os.close(theirs)
         raw, shown, until = b"", "", time.monotonic() + 30.0
         while "to open a run" not in shown and time.monotonic() < until:

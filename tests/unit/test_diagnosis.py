@@ -62,7 +62,7 @@ def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
         ),
         ({"state": "pulling", "pulling": 4}, [], "w1 pulls version 4 from the trainer", "then it writes"),
         ({"state": "waiting"}, [wait("retry_pull")], "w1 could not pull version 3", "it tries again in 5.0 s"),
-        ({"state": "waiting"}, [], "w1 waits for weights", "it pulls as soon as somebody has room to send"),
+        ({"state": "waiting"}, [], "w1 waits for weights", "it pulls as soon as a source has room to send"),
         (
             {"state": "down"}, [],
             "w1's engine is down", "the worker starts it again; its samples go on elsewhere meanwhile",
@@ -195,8 +195,11 @@ def test_environments_that_have_the_move_are_told_with_their_limits():
     assert more.what.endswith("; 30 more wait for one of 16 places at hosts") and "environments.slots" in more.do
 
 
-def test_what_is_not_written_while_the_trainer_is_away_is_held_against_nobody():
-    for trainer, then in (("attached", "the manager looks in 5.0 s: what has no new token"), ("away", "that is held")):
+def test_no_worker_is_blamed_for_what_is_not_written_while_the_trainer_is_away():
+    for trainer, then in (
+        ("attached", "the manager looks in 5.0 s: what has no new token"),
+        ("away", "no worker is blamed"),
+    ):
         now = replace(STATUS, trainer=trainer, waits=(wait("stall"),))
         assert diagnose(now, now).findings[1].then.startswith(then)
 
@@ -216,7 +219,7 @@ def test_before_the_first_version_nobody_is_said_to_wait_for_room_to_pull_it():
 def test_a_run_without_a_trainer_is_there_for_those_who_ask_and_wants_none():
     serving = replace(STATUS, trainer="none", rounds=(), queues={"samples_asked": 2}, published=0)
     found = diagnose(serving, serving)
-    assert found.findings[0].what == "the run has no trainer, and is there for those who ask: 2 answers not ended"
+    assert found.findings[0].what == "the run has no trainer and serves clients: 2 answers not ended"
     assert not found.needs_help
     alone = diagnose(serving, replace(serving, workers=()))
     assert alone.findings[0].what.endswith(", and no worker can write")

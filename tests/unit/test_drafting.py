@@ -8,13 +8,13 @@ import pytest
 
 from polyrl.engines.builtin.drafting import (
     GRAM,
-    MAX_TEXTS,
+    MAX_SOURCES,
     NOTHING,
     POOL_SIZE,
-    TEXT_SIZE,
+    SOURCE_SIZE,
     Draft,
     Drafts,
-    Text,
+    DraftSource,
     accepted,
 )
 from polyrl.ids import LeaseId
@@ -80,17 +80,17 @@ def test_tokens_that_come_in_a_burst_are_drafted_from_at_once():
 
 
 @pytest.mark.parametrize("piece", [1, 5, 31, 32, 33, 200])
-def test_a_text_indexed_in_pieces_is_indexed_as_at_once(piece):
+def test_a_source_indexed_in_pieces_is_indexed_as_at_once(piece):
     draw = random.Random(piece)
     tokens = [draw.randrange(1 << 20) if draw.random() < 0.2 else draw.randrange(9) for _ in range(400)]
-    text = Text(tokens)
+    text = DraftSource(tokens)
     while text.index(piece):
         pass
     last = {tuple(tokens[at - GRAM : at]): at for at in range(GRAM, len(tokens))}
     assert text.num_indexed == len(last)
     for gram, at in last.items():
-        assert Text(gram).last_gram is not None
-        assert text.find(Text(gram).last_gram or 0) == at
+        assert DraftSource(gram).last_gram is not None
+        assert text.find(DraftSource(gram).last_gram or 0) == at
 
 
 def test_memory_stays_within_its_bounds_whatever_comes():
@@ -112,19 +112,19 @@ def test_memory_stays_within_its_bounds_whatever_comes():
                 its, tokens = running.pop(lease)
                 drafts.remember(lease, its, tokens)
         drafts.check()
-        of_running = sum(TEXT_SIZE + len(tokens) for _, tokens in running.values())
-        assert drafts.size <= 3000 + of_running + (POOL_SIZE + TEXT_SIZE + 8) * len(running)
+        of_running = sum(SOURCE_SIZE + len(tokens) for _, tokens in running.values())
+        assert drafts.size <= 3000 + of_running + (POOL_SIZE + SOURCE_SIZE + 8) * len(running)
     drafts.follow([])
     drafts.check()
     assert drafts.num_indexed == 0, "nothing runs"
 
 
-def test_a_pool_has_a_bounded_number_of_texts():
+def test_a_pool_has_a_bounded_number_of_sources():
     drafts = Drafts()
-    for number in range(3 * MAX_TEXTS):
+    for number in range(3 * MAX_SOURCES):
         drafts.remember(LeaseId(number), PROMPT, [*PROMPT, number, 1, 2, 3])
     drafts.check()
-    assert drafts.size <= POOL_SIZE + TEXT_SIZE + len(PROMPT) + MAX_TEXTS * (TEXT_SIZE + GRAM + 4)
+    assert drafts.size <= POOL_SIZE + SOURCE_SIZE + len(PROMPT) + MAX_SOURCES * (SOURCE_SIZE + GRAM + 4)
 
 
 @pytest.mark.parametrize(("num_answers", "num_tokens"), [(1, 1), (4, 15), (8, 500)])

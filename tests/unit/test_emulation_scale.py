@@ -6,6 +6,7 @@ from polyrl.errors import UserError
 from polyrl.reproduce.emulation.scale import (
     LEAST_HEARTBEAT_TIMEOUT_S,
     Scale,
+    as_patient,
     check_that_it_can_be_emulated,
     engine_config,
     scaled_config,
@@ -13,12 +14,6 @@ from polyrl.reproduce.emulation.scale import (
 from polyrl.sim.library import load_scenario
 
 SCALE = Scale(10.0, 14)
-
-
-def as_patient(scale: Scale) -> tuple[str, ...]:
-    """Return overrides with which a simulation misses a dead worker as late as the scaled run does."""
-    seconds = max(3.0, LEAST_HEARTBEAT_TIMEOUT_S * scale.speedup)
-    return (f"fleet_rules.heartbeat_timeout_s={seconds:g}",)
 
 
 def test_what_a_rule_waits_for_takes_a_tenth_and_dollars_are_the_scenarios():

@@ -49,7 +49,7 @@ def test_it_goes_on_when_nobody_waits_any_more_and_a_failure_is_a_line_in_the_lo
         gc.collect()
     assert done == ["works", "fails"]
     assert [record.getMessage() for record in caplog.records if record.name != "asyncio"] == [
-        "nobody waited for it any more, and it failed: no room"
+        "its caller no longer waited, and it failed: no room"
     ]
     assert "never retrieved" not in caplog.text
 

@@ -166,6 +166,14 @@ def test_equal_rewards_are_filtered_where_they_teach_nothing_unless_the_recipe_s
         (["data.arithmetic.max_terms=2"], "data.arithmetic.max_terms: 2 is below min_terms = 3"),
         (["algorithm.overlong=penalty"], "algorithm.overlong_buffer_tokens: missing"),
         (["algorithm.fixed_tokens=5"], 'algorithm.fixed_tokens: is for aggregation = "fixed" alone'),
+        (
+            ["algorithm.baseline=optimal", "algorithm.advantage=rloo"],
+            'algorithm.baseline: expected "mean" with advantage = "rloo"',
+        ),
+        (
+            ["algorithm.baseline=optimal", "train.ranks=2"],
+            'algorithm.baseline: expected "mean", since ranks that share a model (train.ranks)',
+        ),
         (["algorithm.reference=old"], 'algorithm.reference: nothing is measured against it while kl = "none"'),
         (["algorithm.loss=gspo", "algorithm.dual_clip=3"], 'algorithm.dual_clip: is for loss = "ppo_clip" alone'),
         (["algorithm.correction=tis"], 'algorithm.correction: got "tis", expected one of "icepop", "none"'),

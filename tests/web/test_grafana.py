@@ -1,13 +1,16 @@
-"""Every expression of the Grafana dashboard, asked of a real Prometheus that scrapes a live manager.
+"""The Grafana dashboard: its file, read by Grafana's own library, and every expression of it, asked of a real
+Prometheus that scrapes a live manager.
 
-Needs Debian's prometheus: `apt-get install prometheus`. It stands beside the browser's tests since it takes seconds.
+Needs PyPI's grafana-foundation-sdk and Debian's prometheus: `apt-get install prometheus`. It stands beside the tests of
+the browser since it takes seconds.
 """
 
 import asyncio
+import importlib
 import json
 import shutil
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,7 @@ from tests.integration.test_remote_rewards import reward_worker
 
 BOARD = Path(__file__).parents[2] / "docs" / "reference" / "grafana.json"
 PROMETHEUS = shutil.which("prometheus")
-pytestmark = [
-    pytest.mark.web,
-    pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed: apt-get install prometheus"),
-]
+pytestmark = [pytest.mark.web]
 NEEDS_A_LOSS = "rate(polyrl_ledger_tokens_discarded[5m])"
 """No token is thrown away here: this one is asked for its grammar alone."""
 ROUNDS, PATIENCE_S = 3, 40.0
@@ -76,6 +76,35 @@ async def empty_of(session: aiohttp.ClientSession, expressions: list[str]) -> li
         return expressions
 
 
+def lost(given: Any, kept: Any, place: str = "") -> Iterator[str]:
+    """Yield the places of what a library that read and wrote a file has left out or changed."""
+    match given:
+        case dict():
+            for key, value in given.items():
+                yield from lost(value, kept[key], f"{place}.{key}") if key in kept else [f"{place}.{key}"]
+        case list() if len(given) == len(kept):
+            for number, (one, other) in enumerate(zip(given, kept, strict=True)):
+                yield from lost(one, other, f"{place}[{number}]")
+        case _ if given != kept:
+            yield place
+
+
+def test_grafanas_own_library_knows_every_field_of_the_file():
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins", reason="no Grafana library: make test-web")
+    encoder = importlib.import_module("grafana_foundation_sdk.cog.encoder")
+    dashboard = importlib.import_module("grafana_foundation_sdk.models.dashboard")
+    plugins.register_default_plugins()
+
+    def again(board: Any) -> Any:
+        return json.loads(encoder.JSONEncoder().encode(dashboard.Dashboard.from_json(board)))
+
+    board = json.loads(BOARD.read_text(encoding="utf-8"))
+    assert list(lost(board, again(board))) == []
+    board["panels"][7]["options"]["legend"]["calculations"] = []
+    assert list(lost(board, again(board))) == [".panels[7].options.legend.calculations"]
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed: apt-get install prometheus")
 def test_every_expression_gets_data_from_a_real_prometheus(tmp_path: Path):
     panels = json.loads(BOARD.read_text(encoding="utf-8"))["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]

@@ -183,6 +183,21 @@ def test_a_row_of_the_timeline_opens_into_its_samples_and_each_tells_its_story(b
         playwright.expect(said).to_contain_text("Click on a row for its samples")
 
 
+def test_a_drag_over_the_timeline_marks_what_will_be_seen_larger(browser: Any, run_dir: Path):
+    with dashboard(run_dir) as link, opened(browser, link) as seen:
+        page, drawn = seen.page, "document.querySelector('canvas').toDataURL()"
+        go(seen, "timeline", ".timeline .names button")
+        playwright.expect(page.locator("main p[role=status]")).to_contain_text("rows 1 to")
+        before, box = page.evaluate(drawn), page.locator("canvas").bounding_box()
+        page.mouse.move(box["x"] + 100, box["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 300, box["y"] + 40)
+        marked = page.evaluate(drawn)
+        page.mouse.move(box["x"] + 100, box["y"] + 40)
+        page.mouse.up()  # back where it began: nothing is chosen
+        assert marked != before
+
+
 def test_answers_without_spaces_are_compared_sign_by_sign(browser: Any, run_dir: Path):
     with dashboard(run_dir) as link, opened(browser, link) as seen:
         words = """async () => { const { diff } = await import("/dash/page/diff.js");

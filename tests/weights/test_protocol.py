@@ -62,6 +62,17 @@ def test_a_catalog_or_a_refusal_of_garbage_is_a_protocol_error(data):
             assert str(error).isprintable()
 
 
+def test_a_text_that_is_none_and_lists_without_end_are_a_protocol_error():
+    true, text, number, lists = b"\xc3", b"\xa1\xff", b"\x00", b"\x91" * 60_000 + b"\x00"
+    for read, body in (
+        (protocol.read_located, b"\x92" + text + number),
+        (protocol.read_located, b"\x93\xa1a" + number + lists),
+        (protocol.read_catalog, b"\x94" + true + b"\x90\x90" + lists),
+    ):
+        with pytest.raises(ProtocolError, match="not a"):
+            read(body)
+
+
 def test_a_frame_that_is_too_long_is_refused_by_its_header_alone():
     incoming = Incoming(protocol.REQUESTS)
     incoming.feed(HEADER.pack(FrameKind.GET, 1 << 31))

@@ -22,6 +22,7 @@ from polyrl.errors import UserError
 from polyrl.rewards.sandbox import bubblewrap
 from polyrl.rewards.sandbox.program import InputCase, Program, SandboxLimits
 from polyrl.rewards.sandbox.sandbox import Sandbox, look
+from polyrl.sim.result import percentile
 
 CORES = 2
 GOALS = {"times_fresh": 3.0, "p99_ms": 100.0, "alone_ms": 30.0, **reward_pool.GOALS}
@@ -87,7 +88,7 @@ async def _measure(load: RewardLoad, plain: list[str], fresh: list[str]) -> dict
         "times_fresh": round(middle["sandbox"] / middle["fresh"], 2),
         "times_plain": round(middle["sandbox"] / middle["plain"], 2),
         "p50_ms": round(statistics.median(latencies_ms), 1),
-        "p99_ms": round(_percentile(latencies_ms, 0.99), 1),
+        "p99_ms": round(percentile(latencies_ms, 0.99), 1),
         "alone_ms": round(statistics.median(alone_ms), 1),
         "programs_per_s_of_rounds": {name: [round(one, 1) for one in those] for name, those in rates.items()},
         "zygotes_replaced": num_replaced,
@@ -126,10 +127,6 @@ def _run_cold(words: list[str]) -> None:
     done = subprocess.run(words, input=_INPUT, capture_output=True, text=True, timeout=60, check=False)
     if done.stdout != _OUTPUT:
         raise UserError(f"bench rewards: {words[0]} gave {done.stdout!r}: {done.stderr[-200:]}")
-
-
-def _percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def table(result: dict[str, Any]) -> list[str]:

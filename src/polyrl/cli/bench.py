@@ -34,8 +34,6 @@ Comparisons with routers, vLLM, SGLang, TRL, transformers, iperf3 and mooncake: 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("part", choices=(*PARTS, *_ELSEWHERE), metavar="PART", help=f"one of {', '.join(PARTS)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, to try the command out")

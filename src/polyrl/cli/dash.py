@@ -21,8 +21,6 @@ _MAX_RUNS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", metavar="RUN", nargs="+", help="the directory of a run, or a journal")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="the port to listen on; 0: any that is free")

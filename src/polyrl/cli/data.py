@@ -18,7 +18,7 @@ ACTIONS: Actions = {
 
 MODELS = ("arithmetic", "code", "calculator", "treasure", "frozenlake")
 
-EXAMPLES = """\
+EXAMPLE = """\
   polyrl data model arithmetic --out models/arithmetic
   polyrl data model calculator --out models/calculator
   polyrl data prepare gsm8k --source gsm8k/train.jsonl --out data/gsm8k.jsonl
@@ -26,7 +26,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_action(parser, ACTIONS, EXAMPLES)
+    add_action(parser, ACTIONS)
     parser.add_argument("what", metavar="WHAT", help="what the action says")
     parser.add_argument("--out", required=True, metavar="PATH", help="where to write it")
     parser.add_argument("--source", metavar="PATH", help="prepare: the downloaded file or directory of openr1 or gsm8k")

@@ -44,8 +44,6 @@ class Demo(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", nargs="?", default="sums", choices=list(DEMOS), metavar="sums|agent", help="see below")
     parser.add_argument("--out", default="demo", metavar="DIR", help="where model and run go (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of model and run (default: %(default)s)")

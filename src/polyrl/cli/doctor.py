@@ -42,8 +42,6 @@ _READ_S = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help="the directory of a run on this machine")
     parser.add_argument("--manager", metavar="URL", help="default: that of RUN")
     dialing.add_credentials(parser)

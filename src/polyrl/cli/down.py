@@ -12,8 +12,6 @@ up` brings them back."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", metavar="RUN", help="the directory of a run of `polyrl train`")
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="changes to the recipe's [fleet]")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for their ends")

@@ -12,8 +12,6 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("worker", metavar="NAME", help="as `polyrl status` shows it")
     parser.add_argument("--rewards", action="store_true", help="NAME is a reward worker")
     parser.add_argument("--reason", default="asked to drain", help="what the journal says (default: %(default)s)")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from polyrl.hosts.agent import HostOver
     from polyrl.hosts.life import WantedEnvironment
 
-EXAMPLES = """\
+EXAMPLE = """\
 try NAME [key=value ...]    play one episode in this terminal, and show what it pays
 play NAME [key=value ...]   join a run as a host, and play its episodes
 check NAME [key=value ...]  start the environment, say how many tasks it has, and leave
@@ -37,8 +37,6 @@ EXIT_LEFT_BADLY = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
     parser.add_argument("words", nargs="*", metavar="try|play|check NAME key=value", help="what to do with which one")
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory: its text, and with try its weights")
     parser.add_argument("--turns", type=int, metavar="N", help="at most so many (default: the environment's)")

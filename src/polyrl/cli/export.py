@@ -17,8 +17,6 @@ changes alone are written, for peft.PeftModel.from_pretrained."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", help="the directory of a run")
     parser.add_argument("out", metavar="DIR", help="a new directory")
     parser.add_argument(

@@ -16,8 +16,6 @@ Settings of the engine are key=value (docs/concepts/builtin-engine.md)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine")
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT")

@@ -26,8 +26,6 @@ Exit code 0: all is well. 1: a law is broken, and which; or this version decides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", help="the directory of a run, or a journal")
     parser.add_argument("--verify", action="store_true", help="check every law along the way, and every sum at the end")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

@@ -1,7 +1,8 @@
 """The front of the command line: finds the command, runs it, and turns how it ended into an exit code.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`. It is imported only when it is chosen, so
-that `polyrl --help` costs nothing; so this module imports only the standard library and modules that need no more.
+A command is a module with `EXAMPLE`, `add_arguments(parser)` and `run(args) -> int`. It is imported only when it is
+chosen, so that `polyrl --help` costs nothing; so this module imports only the standard library and modules that need no
+more.
 
 Rules: a UserError is one line on stderr and exit code 2. A failure of ours is not caught: its traceback is the bug
 report. Options and positional arguments may be mixed (`polyrl simulate ramp --seed 3 fleet.workers=2`), so a command
@@ -69,7 +70,10 @@ COMMANDS: Mapping[str, CliCommand] = {
 
 
 class CommandModule(Protocol):
-    """The functions of a command's module."""
+    """A command's module."""
+
+    EXAMPLE: str
+    """Whole commands, at the end of its help."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -146,7 +150,7 @@ def _run_command(name: str, command: CliCommand, argv: Sequence[str]) -> int:
 def parse(name: str, command: CliCommand, argv: Sequence[str]) -> "tuple[CommandModule, argparse.Namespace]":
     """Return the module of a command and its arguments. Raises UserError."""
     module = cast("CommandModule", importlib.import_module(command.module))
-    parser = Parser(argv, prog=f"polyrl {name}", description=_sentence(command.help))
+    parser = Parser(argv, prog=f"polyrl {name}", description=_sentence(command.help), epilog=module.EXAMPLE)
     module.add_arguments(parser)
     if parser.get_default("rest") is None or "--" not in argv:
         return module, parser.parse_intermixed_args(argv)
@@ -166,7 +170,6 @@ def _front_parser(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> ar
         usage="polyrl [--help] [--version] COMMAND ...",
         description="RL post-training for language models that you can pull the plug on.",
         epilog=f"commands:\n{listing}\n\n{EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"polyrl {__version__}")
     return parser

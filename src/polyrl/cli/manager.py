@@ -29,8 +29,6 @@ themselves, and no token that was acknowledged is lost. docs/reference/manager.m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example journal.fsync=always")
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all (default: %(default)s)"
@@ -111,7 +109,7 @@ def _way_in(args: argparse.Namespace, address: "ListenAddress") -> tuple[str, st
             continue
         assert found is not None
         return found.url(address.port), trust
-    return address.url, f" --ca FILE  (FILE: of whoever vouches for {args.tls_cert})"
+    return address.url, f" --ca FILE  (FILE: the authority that signed {args.tls_cert})"
 
 
 def _load(folder: str | None) -> "Served | None":

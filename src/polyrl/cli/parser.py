@@ -15,7 +15,7 @@ from polyrl.errors import UserError
 class Parser(argparse.ArgumentParser):
     def __init__(self, argv: Sequence[str], **settings: Any) -> None:
         """`argv` are the arguments that will be parsed."""
-        super().__init__(**settings)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
         self._argv = argv
 
     def error(self, message: str) -> NoReturn:
@@ -52,10 +52,9 @@ class CliAction(NamedTuple):
 Actions = Mapping[str, CliAction]
 
 
-def add_action(parser: argparse.ArgumentParser, actions: Actions, examples: str) -> None:
-    """Add the first argument, with the list of its actions. `examples` are whole commands, one per line."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_action(parser: argparse.ArgumentParser, actions: Actions) -> None:
+    """Add the first argument, with the list of its actions before the examples."""
     width = max(len(f"{name} {action.usage}") for name, action in actions.items())
     lines = [f"  {f'{name} {action.usage}':<{width}}  {action.help}" for name, action in actions.items()]
-    parser.epilog = "\n".join(["actions:", *lines, "", "examples:", examples])
+    parser.epilog = "\n".join(["actions:", *lines, "", "examples:", parser.epilog or ""])
     parser.add_argument("action", choices=list(actions), metavar="ACTION", help="one of those below")

@@ -38,8 +38,6 @@ above 1 a race over prompts and samples. Files of --out: plan.json and, with mat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "scenario", metavar="SCENARIO", help="a name of `polyrl simulate --list`, or a file ending in .toml"
     )

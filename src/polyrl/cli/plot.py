@@ -22,8 +22,6 @@ FOLDER = "plots"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", metavar="RUN", nargs="+", help="the directory of a run, or a journal")
     parser.add_argument(
         "--out", metavar="DIR", help=f"where pictures go; {FOLDER} in the directory of a single run, else ./{FOLDER}"

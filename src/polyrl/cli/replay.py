@@ -20,8 +20,6 @@ Exit code 0: the same commands. 1: a difference, the first one is named. 2: the 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("journal", metavar="FILE_OR_DIR", help="a journal, or the directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a line")
 

@@ -33,8 +33,6 @@ _MOST_SPEEDUP = 1000.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", metavar="NAME", nargs="*", help="what to reproduce; none: list what there is")
     parser.add_argument(
         "--on", default="simulation", metavar="PLACE", help="simulation, emulated or gpu (default: %(default)s)"
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         sections = [(name, *_measured(one)) for name, one in wanted]
     else:
         with _player(args) as player:
-            sections = [(name, *_played(one, args.on, player)) for name, one in wanted]
+            sections = [(name, *_played(one, args, player)) for name, one in wanted]
     for name, section, took_s in sections:
         if args.out is not None:
             _write(args.out, section, _origin(args, name, took_s, commit))
@@ -137,11 +135,17 @@ def _player(args: argparse.Namespace) -> "Iterator[Player]":
         yield Simulator(run_all, args.seeds or 2, told)
 
 
-def _played(one: "Reproduction", place: str, player: "Player") -> "tuple[Section, float]":
+def _played(one: "Reproduction", args: argparse.Namespace, player: "Player") -> "tuple[Section, float]":
+    from polyrl.reproduce.emulation.beside import Beside
     from polyrl.reproduce.playing import Timed
 
     timed = Timed(player)
-    section = one.simulation(timed) if place == "simulation" else one.emulated(timed)  # type: ignore[operator]
+    if args.on == "simulation":
+        return one.simulation(timed), timed.took_s
+    assert not isinstance(one.emulated, str), "its place was checked"
+    beside = Beside(timed, args.speedup)
+    section = one.emulated(beside)
+    beside.tell(section)
     return section, timed.took_s
 
 

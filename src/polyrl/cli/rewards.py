@@ -29,8 +29,6 @@ _BAR = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe that ships, or a file")
     parser.add_argument("file", metavar="FILE", help="answers, one JSON object a line")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")

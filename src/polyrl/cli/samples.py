@@ -28,8 +28,6 @@ _SHOWN_CHARACTERS = 1200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", help="the directory of a run")
     parser.add_argument("--step", type=int, metavar="N", help="answers of this step's round; of the open one too")
     order = parser.add_mutually_exclusive_group()
@@ -94,8 +92,8 @@ def _show(found: "list[KeptSample]", text_of: "Texts", kept: "Kept", *, full: bo
         _show_one(console, sample, text_of, full=full)
     steps = kept.trained_steps or kept.steps  # the journal, which may be large, is read for what is not trained yet
     first, last = steps[0], steps[-1]
-    there = f"step {first}" if first == last else f"steps {first} to {last}"
-    console.print(f"{len(found)} shown; {there} are kept. --step, --worst, --best, --grep and --limit choose")
+    there = f"step {first} is" if first == last else f"steps {first} to {last} are"
+    console.print(f"{len(found)} shown; {there} kept. --step, --worst, --best, --grep and --limit choose")
 
 
 def _show_one(console: "Console", sample: "KeptSample", text_of: "Texts", *, full: bool) -> None:
@@ -138,7 +136,7 @@ def _show_episode(console: "Console", sample: "KeptSample", text_of: "Texts", *,
 
 def _writers(sample: "KeptSample") -> str:
     by = [f"version {one.version} on {one.worker or one.engine or 'a worker'}" for one in sample.segments]
-    return ", then ".join(dict.fromkeys(by)) or "nobody knows by whom"
+    return ", then ".join(dict.fromkeys(by)) or "by an unknown worker"
 
 
 def _cut(text: str, *, full: bool) -> str:

@@ -34,8 +34,6 @@ matplotlib timeline.png, steps.png, workers.png. Exit code 1: a law was violated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("scenario", metavar="SCENARIO", nargs="?", help="a name of --list, or a file ending in .toml")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="changes to the scenario")
     parser.add_argument("--list", action="store_true", help="list the scenarios that ship with PolyRL")

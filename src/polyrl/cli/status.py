@@ -20,8 +20,6 @@ _WAITS_SHOWN = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     dialing.add_arguments(parser)
 

@@ -11,8 +11,6 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("journal", metavar="FILE_OR_DIR", help="a journal, or the directory of a run")
     parser.add_argument("sample", metavar="SAMPLE", help="GROUP/INDEX: 12/3 is the fourth sample of group 12")
 

@@ -24,8 +24,6 @@ _LOOK_EVERY_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help="the directory of a live run on this machine")
     parser.add_argument("--manager", metavar="URL", help="default: that of RUN")
     dialing.add_credentials(parser)
@@ -43,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace) -> None:
-    from polyrl.run import local_worker
     from polyrl.run.display import Display
     from polyrl.run.kept_samples import recipe_of
     from polyrl.wire.control import Status
@@ -53,7 +50,7 @@ async def _watch(args: argparse.Namespace) -> None:
         await dialing.answer(dialer, "/v1/status", Status)  # a wrong address or token is said once, and ends it
     num_steps = 0 if run_dir is None else recipe_of(run_dir).get("train", {}).get("steps", 0)
     name = args.manager if run_dir is None else run_dir.resolve().name
-    async with Display(str(name), num_steps, dialing.dialer(args), local_worker.NAME, follows=True) as display:
+    async with Display(str(name), num_steps, dialing.dialer(args), follows=True) as display:
         if run_dir is None:
             await asyncio.Event().wait()
         else:

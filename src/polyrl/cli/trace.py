@@ -19,8 +19,6 @@ _READ_S = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", help="the directory of a run, or a journal")
     parser.add_argument("--out", metavar="FILE", help="default: trace.json in RUN, or beside the journal; - is stdout")
 

@@ -31,8 +31,6 @@ directory holds journal, metrics and logs. Workers may join and leave at any tim
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipe", nargs="?", help="a TOML file, or a name of --list")
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example train.steps=40")
     parser.add_argument("--list", action="store_true", help="list the recipes that ship with PolyRL")

@@ -15,8 +15,6 @@ number back to the recipe (fleet.workers), or to the autoscaler (scaling.enabled
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", metavar="RUN", help="the directory of a run of `polyrl train`")
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="changes to the recipe's [fleet]")
     parser.add_argument("--workers", type=int, metavar="N", help="how many there should be (default: fleet.workers)")

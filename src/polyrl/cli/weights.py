@@ -31,7 +31,7 @@ ACTIONS: Actions = {
     "pull": CliAction("HOST:PORT...", "get a version, verified, from any of these"),
 }
 
-EXAMPLES = """\
+EXAMPLE = """\
   polyrl weights diff models/arithmetic models/trained
   polyrl weights serve models/trained --port 7000 --token-file worker.token
   polyrl weights pull HOST:7000 --token-file worker.token --out models/pulled
@@ -42,7 +42,7 @@ NUM_SHOWN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_action(parser, ACTIONS, EXAMPLES)
+    add_action(parser, ACTIONS)
     parser.add_argument("places", nargs="*", metavar="PLACE", help="a directory, or what the action says")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="for hashing and deltas (default: 1)")

@@ -43,8 +43,6 @@ _TAIL_LINES = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine")
     parser.add_argument("--join", metavar="URL", help="the manager, for example http://HOST:5000")
     parser.add_argument(

@@ -146,6 +146,9 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """ppo_clip, gspo, cispo, or a function of your own: `module:function`."""
     advantage_args: dict[str, Any] = {}
     """Keyword arguments of an advantage of your own."""
+    baseline: Literal["mean", "optimal"] = "mean"
+    """The reward that those of a group are compared with: their mean, or their mean weighted by the squares of the
+    samples' gradients, which leaves the least variance (VCPO, arXiv 2602.17616). For advantages grpo and dr_grpo."""
     loss_args: dict[str, Any] = {}
     """Keyword arguments of a loss of your own."""
     clip_low: Share | None = None
@@ -212,6 +215,10 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError('reference: nothing is measured against it while kl = "none"')
         if self.dual_clip is not None and self.loss in ("gspo", "cispo"):
             raise ValueError(f'dual_clip: is for loss = "ppo_clip" alone, not for "{self.loss}"')
+        if self.baseline == "optimal" and self.advantage not in ("grpo", "dr_grpo"):
+            raise ValueError(
+                f'baseline: expected "mean" with advantage = "{self.advantage}"; others are for grpo, dr_grpo'
+            )
         if self.critic != CriticConfig() and self.advantage != "gae":
             raise ValueError(f'critic: is for advantage = "gae" alone, not for "{self.advantage}"')
         self._check_correction()
@@ -772,9 +779,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _check_mooncake(self) -> None:
         if self.weights.mooncake and self.manager.tls_cert:
-            raise ValueError(
-                "weights.mooncake: is not encrypted, and asks nobody for a key; leave manager.tls_cert out"
-            )
+            raise ValueError("weights.mooncake: is not encrypted, and needs no key; leave manager.tls_cert out")
 
     def _check_price(self) -> None:
         price, most = self.fleet.price_usd_per_hour, self.manager.max_price_usd_per_hour
@@ -839,6 +844,11 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 'train.ranks: expected 1, since optimizer.kind other than "adamw" is for one rank, or as many as '
                 "train.replicas; ranks divide the optimizer's state already"
+            )
+        if ranks > replicas and self.algorithm.baseline == "optimal":
+            raise ValueError(
+                'algorithm.baseline: expected "mean", since ranks that share a model (train.ranks) have no gradient of '
+                "a single sample"
             )
         if ranks > replicas and self.weights.encode_on == "device":
             raise ValueError('weights.encode_on: expected "host", since train.ranks divide the weights')

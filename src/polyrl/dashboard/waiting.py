@@ -44,7 +44,7 @@ WORDS = {
     "environments": "waiting for environments",
     "no worker": "waiting for a worker",
     "no host": "waiting for a host",
-    "pause": "paused by somebody",
+    "pause": "paused by request",
 }
 """The name of each on the page."""
 _USEFUL = ("trains", "writes")
@@ -198,7 +198,7 @@ def _why(name: str, around: WaitingContext) -> tuple[str, str]:
         case "no host":
             return "no host is there to play episodes", "start a host: `polyrl doctor RUN` prints the command"
         case _:
-            return "somebody paused it", "POST /v1/resume with the admin token lets it go on"
+            return "the run is paused", "POST /v1/resume with the admin token lets it go on"
 
 
 def _of_rewards(around: WaitingContext) -> tuple[str, str]:

@@ -36,7 +36,7 @@ async def check(engine: Engine, folder: str | None, say: Say) -> None:
     if held is None:
         if is_attached:
             raise EngineError(
-                "the server runs weights that somebody installed, and a check would replace them; "
+                "the server's weights were installed by another client, and a check would replace them; "
                 "expected one that was just started"
             )
         held = Version(0)

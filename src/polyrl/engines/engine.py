@@ -44,6 +44,8 @@ class Job(NamedTuple):
     """The sample ends at this many tokens in all."""
     seed: int
     sampling: Sampling
+    goes_on: bool = True
+    """Whether a later prompt may begin with its answer, so that what was computed of it is worth keeping."""
 
 
 class Capabilities(NamedTuple):

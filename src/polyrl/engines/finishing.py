@@ -45,4 +45,4 @@ async def finish_first(work: Awaitable[Result]) -> Result:
 def _finished(future: asyncio.Future[Any]) -> None:
     _going_on.discard(future)
     if not future.cancelled() and (error := future.exception()) is not None:
-        log.info("nobody waited for it any more, and it failed: %s", error)
+        log.info("its caller no longer waited, and it failed: %s", error)

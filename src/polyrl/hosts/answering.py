@@ -18,7 +18,7 @@ from polyrl.hosts.known_families import KnownFamily
 from polyrl.hosts.replies import CallReply
 from polyrl.hosts.texts import ChatRefused, ModelText
 from polyrl.hosts.tool_syntax import ToolSyntax, read_calls
-from polyrl.hosts.tools import before_stop
+from polyrl.hosts.tools import before_stop, is_object
 
 if TYPE_CHECKING:
     from polyrl.hosts.chats import Chat
@@ -131,7 +131,8 @@ class Answering:
         if syntax is None:
             return replies.message_of(plain, [])
         found = read_calls(before_stop(model.decode(tokens, special=True), limits.stop), syntax, tools)
-        if not found.calls:
+        is_text = model.wants_objects() and not all(is_object(call.arguments) for call in found.calls)
+        if not found.calls or is_text:  # a later prompt with such a call could not be rendered
             return replies.message_of(plain, [])
         return replies.message_of(found.content, found.calls[:1] if only_one else found.calls)
 

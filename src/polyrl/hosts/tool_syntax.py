@@ -91,6 +91,14 @@ def takes_arguments_as_text(template: "ChatTemplate") -> bool:
     )
 
 
+def wants_objects(template: "ChatTemplate") -> bool:
+    """Return whether the template writes calls whose arguments are an object, and refuses a text in its place, as those
+    do that write each argument by itself."""
+    return _written_with(template, _NAMES[:1], _GIVEN) is not None and (
+        _written_with(template, _NAMES[:1], "polyrl_key") is None
+    )
+
+
 def _written(template: "ChatTemplate", names: Sequence[str]) -> str | None:
     """Return what the template writes for an answer with these calls, without its end; None if it shows none."""
     found = _written_with(template, names, _GIVEN)

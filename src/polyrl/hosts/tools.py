@@ -6,12 +6,15 @@
     mistral    [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add{"a": 1}
 
 Rules kept here: whatever the model wrote, nothing raises, and the time that reading takes grows with its length alone:
-no pattern here may try the same space twice. Arguments that are not JSON are passed on as they were
+no pattern here may try the same space twice. Arguments that are not JSON, NaN among them, are passed on as they were
 written, as OpenAI's API has it: the harness says to the model what is wrong with them. A call without a name is text.
+Calls whose arguments nest deeper than any tool's are text too, and halves of characters are marks: libraries that
+harnesses read arguments with break on them, and the episode would fail for what the policy wrote.
 Whether a tool exists is the harness's to say.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -29,6 +32,11 @@ _MISTRAL_CALL = re.compile(r"([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARG
 _PYTHON_TAG = "<|python_tag|>"
 _THOUGHT = "</think>"
 _HALF = re.compile("[\ud800-\udfff]")
+_ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\\.")
+"""Pairs of halves, which stay; halves of characters; other escapes, which stay."""
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
+_MAX_DEPTH = 64
 _MAX_CALLS = 128
 
 
@@ -79,7 +87,38 @@ def read_answer(
         found = family(rest)
     else:
         found = _READERS[family](rest)
-    return WrittenAnswer(thought + mark + found.content if mark else found.content, found.calls[:_MAX_CALLS])
+    calls = [whole_call(call) for call in found.calls[:_MAX_CALLS]]
+    if any(is_deep(call.arguments) for call in calls):
+        return WrittenAnswer(text, [])
+    return WrittenAnswer(thought + mark + found.content if mark else found.content, calls)
+
+
+def whole_call(call: WrittenCall) -> WrittenCall:
+    """Return a call without halves of characters, be they written or escaped."""
+    return WrittenCall(whole_text(call.name), whole_text(_ESCAPE.sub(_mark_half, call.arguments)))
+
+
+def _mark_half(found: "re.Match[str]") -> str:
+    is_half = len(found[0]) == len(r"\ud800")
+    return "\ufffd" if is_half else found[0]
+
+
+def is_object(arguments: str) -> bool:
+    """Return whether arguments are a JSON object, as tools want them."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def is_deep(arguments: str) -> bool:
+    """Return whether arguments, be they JSON or not, nest deeper than any tool's do."""
+    depth = 0
+    for bracket in _BRACKET.finditer(_JSON_TEXT.sub("", arguments)):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > _MAX_DEPTH:
+            return True
+    return False
 
 
 def _hermes(text: str) -> WrittenAnswer:
@@ -91,7 +130,7 @@ def _xml(text: str, texts: set[tuple[str, str]]) -> WrittenAnswer:
         if (name, parameter) in texts:
             return written
         try:
-            return json.loads(written)
+            return _read_json(written)
         except (ValueError, RecursionError):
             return written
 
@@ -171,7 +210,7 @@ def json_calls(text: str, *, several: bool) -> list[WrittenCall]:
     """Read calls written as JSON: an object, a list of objects, or objects with semicolons between them."""
     text = text.strip()
     try:
-        values = [json.loads(text)]
+        values = [_read_json(text)]
     except (ValueError, RecursionError):
         parts = re.split(r";\s*(?=\{)", text) if several else [text]
         if len(parts) > 1:
@@ -195,7 +234,7 @@ def _call(value: object) -> WrittenCall | None:
     if not isinstance(name, str) or not name:
         return None
     given = value.get("arguments", value.get("parameters", {}))
-    return WrittenCall(whole_text(name), whole_text(given) if isinstance(given, str) else _dump(given))
+    return WrittenCall(name, given if isinstance(given, str) else _dump(given))
 
 
 def _damaged_call(text: str) -> list[WrittenCall]:
@@ -212,7 +251,18 @@ def _damaged_call(text: str) -> list[WrittenCall]:
     return [WrittenCall(name[1], arguments)]
 
 
+def _read_json(text: str) -> Any:
+    """Raises ValueError, also for numbers that JSON has no word for: Python would write them as Infinity."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise ValueError(f"{written[:40]} is no number of JSON")
+    return value
+
+
 def _dump(value: object) -> str:
     """Raises RecursionError for what was read at a lesser depth of calls."""
-    written = json.dumps(value, ensure_ascii=False)
-    return written if whole_text(written) == written else json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -45,7 +45,7 @@ CAVEAT = "caveat"
 _MAGIC = b"polyrl-journal "
 _MAX_FIRST_LINE = 32
 _END_OF_TIME = 1e12
-"""In seconds. A later time would be infinite as microseconds, or as what somebody else counts in."""
+"""In seconds. A later time would be infinite as microseconds, or in another program's unit."""
 
 
 class JournalHeader(msgspec.Struct, frozen=True, array_like=True):

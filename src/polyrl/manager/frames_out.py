@@ -161,7 +161,7 @@ def _tell_trainer(run: Run, command: c.Command) -> None:  # noqa: C901 (a case f
         case c.AdviseFleet():
             run.say_to_trainer(frames.FleetAdvised(command.num_workers, command.why, command.let_go))
         case _:
-            raise LawViolation(f"nobody carries this out: {command}")
+            raise LawViolation(f"the manager cannot carry this out: {command}")
 
 
 def _generate(run: Run, command: c.Generate) -> None:
@@ -209,6 +209,7 @@ def order(run: Run, lease: LeaseId) -> None:
             max_tokens(run, sample.id),
             mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
+            goes_on=question is not None,
         )
     )
 

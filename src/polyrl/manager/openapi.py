@@ -64,7 +64,7 @@ def document(routes: "Sequence[Route]") -> Schema:
             "x-protocol": PROTOCOL,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             "description": (
-                "Control of a run: joining, opening, status; and answers for whoever asks, as OpenAI's clients do. "
+                "Control of a run: joining, opening, status; and answers for OpenAI's clients. "
                 "Every route but health and the dashboard's page wants a bearer token; a worker's token may join and "
                 "stream, the generate token may ask, the view token may look, the admin token may do everything. "
                 "Whatever is refused is answered with one line of JSON."

@@ -1,6 +1,6 @@
 """The log of a port's requests: our mistakes, with their traceback, and nothing that a stranger can make it say.
 
-Whoever reaches the port may send what is no HTTP. They are answered with 400; a traceback each would fill the log.
+A client that reaches the port may send bytes that are no HTTP. It gets a 400; a traceback each would fill the log.
 """
 
 import logging

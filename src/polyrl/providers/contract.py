@@ -89,7 +89,7 @@ class ProviderContract:
             assert {name: one.place for name, one in (await provider.held()).items()} == places, "it is that very one"
             await provider.stop("worker-0")
             held = await self.until(provider, lambda held: not is_there(held, "worker-0"))
-            assert held["worker-1"].is_there, "nobody else was touched"
+            assert held["worker-1"].is_there, "no other worker was touched"
             await provider.stop("worker-0")
             await provider.stop("worker-that-never-was")
             await provider.start(order_of(run, "worker-0"))

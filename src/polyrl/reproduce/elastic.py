@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from polyrl.reproduce.comparing import Check, Curve, Section, relative, times
 from polyrl.reproduce.measures import mean, tok_per_usd, tok_s, window_s
@@ -23,9 +24,9 @@ from polyrl.reproduce.published import (
 )
 from polyrl.sim.result import Measured
 
+TWO_STEPS = ("run.steps=2", "run.warmup_steps=0")
 LEVELS = (0, 1, 2, 3, 4, 3, 2, 1, 0)
 LEVEL_S = 3600.0
-SEGMENT_S = 7200.0
 _SAME_FLEET = 0.05
 _CALIBRATED_14B = (
     "14B: lengths and constants were fitted to the static runs and to the preemption ablation, `fleet.speed` left at "
@@ -72,7 +73,13 @@ def levels_of(steps: Sequence[Measured], levels: Sequence[int]) -> list[_Level]:
     return found
 
 
-def staircase(player: Player, levels: Sequence[int] = LEVELS, level_s: float = LEVEL_S, num_steps: int = 96) -> Section:
+def staircase(
+    player: Player,
+    levels: Sequence[int] = LEVELS,
+    level_s: float = LEVEL_S,
+    num_steps: int = 96,
+    baseline: tuple[str, ...] = ("run.steps=4",),
+) -> Section:
     section = Section(
         f"An 8B run from {levels[0]} to {max(levels)} workers and back (RLBoost)",
         "The engine's constants were scaled until the baseline (`colocated-8b`) gave 10,000 tok/s; `fleet.speed` "
@@ -82,11 +89,11 @@ def staircase(player: Player, levels: Sequence[int] = LEVELS, level_s: float = L
         "of the whole steps there is measured. Windows are learned from 60 s, with no constants, and remembered.",
     )
     runs = player.play(
-        {"stairs": staircase_case(levels, level_s, num_steps), "baseline": Variant("colocated-8b", ("run.steps=4",))}
+        {"stairs": staircase_case(levels, level_s, num_steps), "baseline": Variant("colocated-8b", baseline)}
     )
-    (stairs, *_), baseline = runs["stairs"], runs["baseline"]
+    stairs = runs["stairs"][0]
     found = levels_of(stairs.steps, levels)
-    _add_levels(section, found, baseline)
+    _add_levels(section, found, runs["baseline"])
     section.curves += _staircase_curves(stairs)
     section.remarks.append(
         "The guide's own claim of 60% more tokens per dollar at four workers does not follow from its throughput and "
@@ -192,16 +199,19 @@ def seeding_ablation(player: Player, num_steps: int = 24, warmup_steps: int = 12
     return section
 
 
-def memory_ablation(player: Player) -> Section:
+def memory_ablation(
+    player: Player, every_s: float = 2000.0, num_steps: int = 60, warmup_steps: int = 14, at_least: int = 2
+) -> Section:
     section = Section(
         "Without memory of the seeding window (RLBoost, 14B)",
-        "The fleet goes from six workers to two and back every 2,000 s, without notice: how it changed in the "
-        f"published run is not known, so no tolerance is set. {_CALIBRATED_14B}",
+        f"The fleet goes from six workers to two and back every {every_s:,.0f} s, without notice: how it changed in "
+        f"the published run is not known, so no tolerance is set. {_CALIBRATED_14B}",
     )
-    events = ", ".join(f"{{at_s={2000 * number}, workers={2 if number % 2 else 6}}}" for number in range(1, 12))
-    world = (f"supply.events=[{events}]", "supply.notice_s=0", "run.steps=60", "run.warmup_steps=14")
+    events = ", ".join(f"{{at_s={every_s * number:g}, workers={2 if number % 2 else 6}}}" for number in range(1, 12))
+    length = (f"run.steps={num_steps}", f"run.warmup_steps={warmup_steps}")
+    world = (f"supply.events=[{events}]", "supply.notice_s=0", *length)
     cases = {flag: Variant("elastic-14b", (*world, f"seeding.remember={flag}")) for flag in ("true", "false")}
-    speed = {flag: mean(one, tok_s) for flag, one in player.play(cases, at_least=2).items()}
+    speed = {flag: mean(one, tok_s) for flag, one in player.play(cases, at_least=at_least).items()}
     gain = speed["true"] / speed["false"]
     section.compare("14B tokens/s", [relative("with memory / without", WITH_WINDOW_MEMORY, gain, shape=".3f")])
     section.claim(f"memory does no harm ({times(gain)})", holds=gain > 0.995)
@@ -220,22 +230,49 @@ _MARKET = (
 )
 
 
-def spot_trace(player: Player) -> Section:
+class Market(NamedTuple):
+    """How long a market is played, and with which models."""
+
+    models: Sequence[str] = ("8b", "14b")
+    num_segments: int = 2
+    segment_s: float = 7200.0
+    left_out_s: float = 2400.0
+    num_steps: int = 48
+    """Enough for both times."""
+    window: tuple[str, ...] = ()
+    """Where the window starts, if it is not learned from nothing."""
+    baseline: tuple[str, ...] = ("run.steps=4", "run.warmup_steps=1")
+
+    def segment(self, played: Played) -> list[Measured]:
+        first_s, last_s = self.left_out_s, self.left_out_s + self.segment_s
+        return [step for step in played.steps if first_s < step.line.trained_at <= last_s]
+
+
+WHOLE_MARKET = Market()
+AN_HOUR = Market(("8b",), 1, 3600.0, 600.0, 18, ("seeding.initial_s=105",), TWO_STEPS)
+"""For real processes: an hour, and a window that begins with the published one of three workers."""
+
+
+def spot_trace(player: Player, market: Market = WHOLE_MARKET) -> Section:
     section = Section(
-        "Two segments of a spot market (RLBoost)",
-        "Two hours each, with none to six workers of two devices, 30 s of notice, and a death without any at times. "
-        "RLBoost's traces are not published: the market is drawn (`supply.market_mean_s`), a segment a seed, and the "
-        "first 40 minutes are left out for the window to be learned. Published: averages over three segments.",
+        "Segments of a spot market (RLBoost)",
+        f"A segment is {market.segment_s / 3600:g} h with none to six workers of two devices, 30 s of notice, and a "
+        "death without any at times. RLBoost's traces are not published: the market is drawn "
+        f"(`supply.market_mean_s`), a segment a seed, and the first {market.left_out_s / 60:.0f} minutes are left out "
+        "for the window to be learned. Published: averages over three segments of two hours.",
     )
-    for model in ("8b", "14b"):
+    for model in market.models:
         cases = {
-            "baseline": Variant(f"elastic-{model}", (*COLOCATED, "run.steps=4", "run.warmup_steps=1")),
-            "market": Variant(f"elastic-{model}", (*_MARKET, "run.steps=48", "run.warmup_steps=0")),
+            "baseline": Variant(f"elastic-{model}", (*COLOCATED, *market.baseline)),
+            "market": Variant(
+                f"elastic-{model}",
+                (*_MARKET, *market.window, f"run.steps={market.num_steps}", "run.warmup_steps=0"),
+            ),
         }
-        runs = player.play(cases, at_least=2)
-        section.compare(f"{model.upper()}, against the baseline", _segment_checks(model, runs))
-        for number, one in enumerate(runs["market"][:2], start=1):
-            steps = _segment(one)
+        runs = player.play(cases, at_least=market.num_segments)
+        section.compare(f"{model.upper()}, against the baseline", _segment_checks(model, runs, market))
+        for number, one in enumerate(runs["market"][: market.num_segments], start=1):
+            steps = market.segment(one)
             hours = [step.line.trained_at / 3600.0 for step in one.steps]
             counts = [step.line.mean_workers for step in one.steps]
             section.remarks.append(
@@ -250,18 +287,14 @@ def mean_workers(steps: list[Measured]) -> float:
     return sum(step.line.mean_workers * step.step_s for step in steps) / sum(step.step_s for step in steps)
 
 
-def _segment(played: Played) -> list[Measured]:
-    return [step for step in played.steps if SEGMENT_S / 3 < step.line.trained_at <= SEGMENT_S * 4 / 3]
-
-
-def _segment_checks(model: str, runs: dict[str, Runs]) -> list[Check]:
+def _segment_checks(model: str, runs: dict[str, Runs], market: Market) -> list[Check]:
     checks: list[Check] = []
     for value, name, wanted in (
         (tok_s, "tokens/s", THROUGHPUT_OVER_SPOT_TRACES),
         (tok_per_usd, "tokens per dollar", DOLLARS_OVER_SPOT_TRACES),
     ):
         base = mean(runs["baseline"], value)
-        gains = [value(_segment(one)) / base for one in runs["market"][:2]]
+        gains = [value(market.segment(one)) / base for one in runs["market"][: market.num_segments]]
         checks += [
             relative(f"{name}, segment {number}", wanted[model], gain) for number, gain in enumerate(gains, start=1)
         ]

@@ -60,8 +60,8 @@ def three_of_six(player: Player, at_least: int = 3, step: int = KILL_STEP, more:
     section = Section(
         "Three of six workers preempted (RLBoost, 14B)",
         f"Scenario `three-of-six`: the overhead is what step {step} takes longer than the same step of the same "
-        f"seed without a loss. There is no notice, and nobody comes back within the step. {at_least} seeds at least. "
-        "The 14B constants were chosen with these two figures in view; the tolerance of 15 points is ours.",
+        f"seed without a loss. There is no notice, and no worker comes back within the step. {at_least} seeds at "
+        "least. The 14B constants were chosen with these two figures in view; the tolerance of 15 points is ours.",
     )
     length = (f"faults.kill_step={step}", f"run.steps={step + 1}", *more)
     cases = {"undisturbed": Variant("three-of-six", (*length, "faults.kill_workers=0"))}
@@ -94,7 +94,7 @@ def minimum(
     player: Player, length: tuple[str, ...] = ("run.steps=6", "run.warmup_steps=1"), away: tuple[str, ...] = ()
 ) -> Section:
     section = Section(
-        "The least fleet: nobody (RLBoost, 8B)",
+        "The least fleet: no worker (RLBoost, 8B)",
         "RLBoost stands still for ever when its last worker is gone. Here: no worker at all, against the published "
         "synchronous baseline; and `zero-workers`, whose four workers go away for an hour and come back.",
     )

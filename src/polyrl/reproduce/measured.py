@@ -93,7 +93,7 @@ def streaming(runs: dict[str, ModeRun]) -> Section:
     section.compare("Mean step", [relative("on / off", wanted, ratio)])
     section.claim(f"a step is shorter ({ratio:.2f} of a synchronous one)", holds=ratio < 1)
     section.remarks.append(
-        "On one device, whoever generates cannot train: published are devices that go over to training early."
+        "One device cannot train while it generates: published are devices that go over to training early."
     )
     return section
 

@@ -30,7 +30,7 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
     "elastic-8b": Reproduction(
         "RLBoost, 8B: from no worker to four and back; tokens/s, tokens per dollar, seeding windows",
         elastic.staircase,
-        partial(elastic.staircase, levels=(0, 1, 2, 1, 0), level_s=800.0, num_steps=10),
+        partial(elastic.staircase, levels=(0, 1, 2, 4, 2, 0), level_s=1500.0, num_steps=27, baseline=elastic.TWO_STEPS),
     ),
     "elastic-14b": Reproduction(
         "RLBoost, 14B: static fleets of one and six workers, short and long answers", elastic.static_14b, _TOO_LONG
@@ -51,10 +51,14 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
         partial(elastic.seeding_ablation, num_steps=6, warmup_steps=3),
     ),
     "memory-ablation": Reproduction(
-        "RLBoost, 14B: without memory of the seeding window", elastic.memory_ablation, _TOO_LONG
+        "RLBoost, 14B: without memory of the seeding window",
+        elastic.memory_ablation,
+        partial(elastic.memory_ablation, every_s=1500.0, num_steps=18, warmup_steps=9, at_least=1),
     ),
     "spot-trace": Reproduction(
-        "RLBoost, 8B and 14B: two segments of two hours of a spot market", elastic.spot_trace, _TOO_LONG
+        "RLBoost, 8B and 14B: two segments of two hours of a spot market",
+        elastic.spot_trace,
+        partial(elastic.spot_trace, market=elastic.AN_HOUR),
     ),
     "tail-e2e": Reproduction(
         "RollPacker, 7B and 14B: its mechanisms on top of each other; step times",
@@ -63,7 +67,9 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
         measured.OnGpu(("synchronous", "tail batching"), measured.tail_batching),
     ),
     "tail-sensitivity": Reproduction(
-        "RollPacker: rollout time by over-provisioning factor", tail.sensitivity, _TOO_LONG
+        "RollPacker: rollout time by over-provisioning factor",
+        tail.sensitivity,
+        partial(tail.sensitivity, caps=("8k",), num_steps={1.0: 3, 1.25: 5, 1.5: 3}, at_least=1),
     ),
     "reward-pipeline": Reproduction(
         "RollPacker: scoring beside generation",
@@ -78,7 +84,7 @@ REPRODUCTIONS: Mapping[str, Reproduction] = {
     "stream-trainer": Reproduction(
         "RollPacker: devices that train while the round runs",
         tail.stream_trainer,
-        "its effect is a few percent, which is within what emulation is off",
+        tail.stream_trainer_emulated,
         measured.OnGpu(("synchronous", "streaming"), measured.streaming),
     ),
     "planner": Reproduction("RollPacker: the parallelism planner", tail.planner, _NO_WIDTH),

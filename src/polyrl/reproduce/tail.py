@@ -1,6 +1,6 @@
 """RollPacker's figures: its table of factors, its mechanisms on top of each other, and each of them for itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from polyrl.reproduce.comparing import Check, Section, relative, times
 from polyrl.reproduce.measures import after_rollout_s, mean, of_kind, rollout_s, span, step_s
@@ -49,16 +49,19 @@ _CALIBRATED = (
 # The table of factors
 
 
-def factor_cases(cap: str) -> dict[tuple[str, str, float], Variant]:
-    """Enough steps for whole periods: 9 rounds at 1.125, 5 at 1.25, 3 at 1.5."""
-    num_steps = {1.0: 25, 1.125: 27, 1.25: 25, 1.5: 27}
+STEPS_BY_FACTOR = {1.0: 25, 1.125: 27, 1.25: 25, 1.5: 27}
+"""Enough for whole periods: 9 rounds at 1.125, 5 at 1.25, 3 at 1.5."""
+
+
+def factor_cases(cap: str, num_steps: Mapping[float, int] = STEPS_BY_FACTOR) -> dict[tuple[str, str, float], Variant]:
+    """Return the cells of the table for these factors, each with so many steps."""
 
     def case(mode: str, samples: float, prompts: float) -> Variant:
         steps = num_steps[prompts]
         rounds = (f"rounds.tail_batching={mode}", f"rounds.sample_factor={samples}", f"rounds.prompt_factor={prompts}")
         return Variant(SYNCHRONOUS[cap], (f"run.steps={steps}", *FREE_REWARDS, *rounds))
 
-    factors = (1.125, 1.25, 1.5)
+    factors = [one for one in num_steps if one > 1.0]
     return {
         (cap, "none", 1.0): case("off", 1.0, 1.0),
         **{(cap, "samples", factor): case("race", factor, 1.0) for factor in factors},
@@ -72,17 +75,22 @@ def published_rollout_s(cap: str, kind: str, factor: float) -> float:
     return figures[factor] if isinstance(figures, dict) else figures
 
 
-def sensitivity(player: Player) -> Section:
+def sensitivity(
+    player: Player,
+    caps: Sequence[str] = CAPS,
+    num_steps: Mapping[float, int] = STEPS_BY_FACTOR,
+    at_least: int = FACTOR_SEEDS,
+) -> Section:
     section = Section(
         "Rollout time by over-provisioning factor (RollPacker)",
         "Seconds from a round's opening to its closing, rewards at no cost, averaged over whole periods; the ratio to "
         "factor 1.0 is compared. **Calibration, not prediction:** the lengths above the published p95, the "
         "within-prompt correlation and the decode constants of these two scenarios were fitted to this very table. "
-        f"Rollout time depends on a few answers, so there are at least {FACTOR_SEEDS} seeds here, and the last column "
-        "shows the lowest and the highest ratio of a single one: the mean is compared, single seeds may lie outside.",
+        f"Rollout time depends on a few answers: seeds here, at least: {at_least}. The last column shows the lowest "
+        "and the highest ratio of a single one: the mean is compared, single seeds may lie outside.",
     )
-    for cap in CAP:
-        runs = player.play(factor_cases(cap), at_least=FACTOR_SEEDS)
+    for cap in caps:
+        runs = player.play(factor_cases(cap, num_steps), at_least=at_least)
         seconds = {(kind, factor): mean(one, rollout_s) for (_, kind, factor), one in runs.items()}
         base = seconds["none", 1.0]
         checks = [
@@ -260,20 +268,30 @@ def adaptive_timeout(player: Player, length: tuple[str, ...] = ("run.steps=20", 
 
 
 def stream_trainer(player: Player) -> Section:
+    by_cap = {cap: speedup_cases(cap) for cap in CAP}
+    return _on_and_off(player, {cap: {"on": cases["stream"], "off": cases["planner"]} for cap, cases in by_cap.items()})
+
+
+def stream_trainer_emulated(player: Player) -> Section:
+    """Play a period of the 7B run; the planner is off on both sides."""
+    cases = emulated_tail_cases()
+    return _on_and_off(player, {"8k": {"on": cases["stream"], "off": cases["rewards"]}})
+
+
+def _on_and_off(player: Player, cases: Mapping[str, Mapping[str, Variant]]) -> Section:
     section = Section(
         "The stream trainer (RollPacker)",
         "Devices go over to training while the round still runs (`run.mode = streaming`, `hand_back.enabled`), on top "
         f"of tail batching and rewards. The published ratio is of long rounds, 7B and a cap of 8k. {_CALIBRATED}",
     )
-    for cap in CAP:
-        cases = speedup_cases(cap)
-        runs = player.play({name: cases[name] for name in ("planner", "stream")})
+    for cap in cases:
+        runs = player.play(cases[cap])
         checks = []
         if cap == "8k":
-            on, off = (mean(runs[name], of_kind("long", step_s)) for name in ("stream", "planner"))
+            on, off = (mean(runs[name], of_kind("long", step_s)) for name in ("on", "off"))
             checks.append(relative("long step, on / off", STREAM_LONG_STEP, on / off, RATIO_TOLERANCE))
         wanted = SPEEDUPS[cap]["planner"] / SPEEDUPS[cap]["stream"]
-        ratio = mean(runs["stream"], step_s) / mean(runs["planner"], step_s)
+        ratio = mean(runs["on"], step_s) / mean(runs["off"], step_s)
         checks.append(relative("mean step, on / off", wanted, ratio, RATIO_TOLERANCE))
         section.compare(f"{cap} cap", checks)
         section.claim(f"it shortens the mean step at {cap}", holds=ratio < 1)

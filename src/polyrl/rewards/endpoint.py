@@ -4,8 +4,8 @@
     BadQuestion    400, 413, 422: this one request is refused, others may not be
     RewardStops    anything else, 401 and 404 for example: nothing helps but another setting
 
-Rules kept here: a reply has at most 1 MiB, and is not decompressed. No redirect is followed: it would carry the key
-elsewhere. The key is in no error message, not even if the service repeats it.
+Rules kept here: a reply has at most 1 MiB, and is not decompressed; its cookies are not kept. No redirect is followed:
+it would carry the key elsewhere. The key is in no error message, not even if the service repeats it.
 """
 
 import math
@@ -97,7 +97,9 @@ class Endpoint:
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
             connector = aiohttp.TCPConnector(limit=self._connections, ssl=True if self._tls is None else self._tls)
-            self._session = aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
+            self._session = aiohttp.ClientSession(
+                connector=connector, headers=headers, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+            )
         return self._session
 
 

@@ -305,7 +305,7 @@ class RewardProcess(asyncio.Protocol):
                 self._hear(decode_reply(body))
                 if self._broken:
                     return
-        except (TooLarge, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (TooLarge, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._break(f"its process said what is no reply: {one_line(error)}")
             return
         if self._buffer and not self._waiting:
@@ -321,7 +321,7 @@ class RewardProcess(asyncio.Protocol):
     def _hear(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.nonce)
         if waiting is None:
-            self._break("its process answered what nobody asked")
+            self._break("its process sent an answer without a request")
             return
         if isinstance(reply, Began):
             if waiting.began_at is not None:

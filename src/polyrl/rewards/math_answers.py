@@ -5,7 +5,8 @@ would take all of them together. An answer in which nothing can be parsed is wro
 cannot be parsed is a fault of the data, and the reward fails. math-verify's own time limits are off, because it counts
 a comparison that it cuts short as wrong. Instead, a comparison gets a limit of CPU time (9^9^9^9 exceeds it), and the
 process survives. Beyond a limit that was learned from right answers the answer is wrong; beyond the function's own,
-which may be the row's doing, there is no reward. The first answer imports the library, which is no time of its own.
+which may be the row's doing, there is no reward. Reading the expected answer has that limit, too. The first answer
+imports the library, which is no time of its own.
 """
 
 import importlib.util
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
+from polyrl.scheduling.core.bounds import Positive
 
 if importlib.util.find_spec("math_verify") is None:
     raise ImportError("math-verify is missing: pip install 'polyrl[train]'")
@@ -36,13 +38,17 @@ class _TooLong(BaseException):
     """Derives from BaseException because libraries catch Exception."""
 
 
-def score(given: RewardInput, *, limit_s: float = 5.0) -> float | Reward:
+def score(given: RewardInput, *, limit_s: Positive = 5.0) -> float | Reward:
     """Compare the answer with the expected one, in at most `limit_s` of CPU time, or the learned limit if less."""
     signal.setitimer(signal.ITIMER_PROF, 0)  # the process's own for the learned limit: it would end the import as well
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about every limit that is off
-    expected = _read_expected(given.expected)
+    try:
+        with _limited(limit_s):
+            expected = _read_expected(given.expected)
+    except _TooLong:
+        raise RewardFailed(f"{_named(given.expected)} could not be read in {limit_s:g} s of CPU time") from None
     is_learned = 0 < given.limit_s < limit_s
     try:
         with _limited(given.limit_s if is_learned else limit_s):
@@ -97,7 +103,14 @@ def _read_expected(text: str) -> Any:
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     read: Any = None
     if text.strip():
-        read = parse(marked, parsing_timeout=None, raise_on_error=True)  # type: ignore[arg-type]
+        try:
+            read = parse(marked, parsing_timeout=None, raise_on_error=True)  # type: ignore[arg-type]
+        except Exception as error:  # the library's own, sympy's, Python's
+            raise RewardFailed(f"{_named(text)} cannot be read as mathematics") from error
     if not read:
-        raise RewardFailed(f"the expected answer {text[:80]!r} cannot be read as mathematics")
+        raise RewardFailed(f"{_named(text)} cannot be read as mathematics")
     return read
+
+
+def _named(expected: str) -> str:
+    return f"the expected answer {expected[:80]!r}"

@@ -79,8 +79,49 @@ class Failed(Struct, frozen=True, tag=True, array_like=True):
 RewardRequest = RewardSetup | FunctionRequest
 Reply = Began | RewardScored | GroupScored | Failed
 
+_LARGE_INTEGER = 1
+"""The code of an extension of msgpack, whose own integers end at 64 bits. Values of code exercises do not."""
+_WIDEST = 64
+
+
+def pack_plain(value: Any, encoder: msgspec.msgpack.Encoder) -> bytes:
+    """Encode a message, or anything, whose rows may have integers of any size.
+
+    Raises TypeError, ValueError, OverflowError or RecursionError for what is no plain data.
+    """
+    try:
+        return encoder.encode(value)
+    except OverflowError:
+        return encoder.encode(_spelled_out(value))
+
+
+def _spelled_out(value: Any) -> Any:
+    """Return a value with its large integers as extensions."""
+    match value:
+        case bool():
+            return value
+        case int() if value.bit_length() >= _WIDEST:
+            return msgspec.msgpack.Ext(_LARGE_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, signed=True))
+        case dict():
+            return {name: _spelled_out(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_spelled_out(one) for one in value]
+        case FunctionRequest():
+            given = None if value.given is None else RewardInput(*_spelled_out(value.given))
+            return msgspec.structs.replace(value, given=given, arguments=_spelled_out(value.arguments))
+        case _:
+            return value
+
+
+def read_extension(code: int, data: memoryview) -> int:
+    """Return the large integer that an extension has. Raises ValueError."""
+    if code != _LARGE_INTEGER:
+        raise ValueError(f"an extension with the code {code}")
+    return int.from_bytes(data, signed=True)
+
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
-decode_request = msgspec.msgpack.Decoder(RewardRequest).decode
+decode_request = msgspec.msgpack.Decoder(RewardRequest, ext_hook=read_extension).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
@@ -90,7 +131,7 @@ class TooLarge(Exception):
 
 def encode(message: RewardRequest | Reply) -> bytes:
     """Encode a message, with its size first. Raises TypeError, ValueError or OverflowError if it is not plain data."""
-    body = _encoder.encode(message)
+    body = pack_plain(message, _encoder)
     return _SIZE.pack(len(body)) + body
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from polyrl.rewards.groups import RewardGroup, take_apart
+from polyrl.rewards.messages import pack_plain
 from polyrl.rewards.reward import Reward, RewardInput
 
 _MAX_KEPT = 16_384
@@ -73,7 +74,7 @@ def _key(function: str, arguments: Mapping[str, object], given: RewardInput | Re
     """Return a digest of all that a function sees, apart from its limit; None: a row that is no plain data."""
     shared, answers = take_apart(given)
     try:
-        text = _encoder.encode((function, arguments, shared._replace(limit_s=0.0), answers))
+        text = pack_plain((function, arguments, shared._replace(limit_s=0.0), answers), _encoder)
     except (TypeError, ValueError, OverflowError):
         return None
     return hashlib.blake2b(text, digest_size=16).digest()

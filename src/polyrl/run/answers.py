@@ -71,7 +71,7 @@ def read_answers(path: Path) -> list[tuple[int, AnswerLine]]:
 def _read(path: Path, number: int, line: bytes) -> AnswerLine:
     try:
         read = msgspec.json.decode(line, type=AnswerLine)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}:{number}: {error}") from error
     if (read.prompt is None) == (read.row is None):
         raise UserError(f"{path}:{number}: expected either `prompt`, a number, or `row`, the columns of a row")
@@ -124,7 +124,7 @@ def _groups(given: Sequence[tuple[int, RewardInput]], scored: Sequence[ScoredLin
     found: dict[tuple[int, str, str, bytes], list[int]] = {}
     for at, (domain, one) in enumerate(given):
         if scored[at].reward is not None:
-            row = msgspec.msgpack.encode(one.row, enc_hook=str, order="deterministic")
+            row = msgspec.json.encode(one.row, enc_hook=str, order="deterministic")  # has integers of any size
             found.setdefault((domain, one.prompt, one.expected, row), []).append(at)
     return list(found.values())
 

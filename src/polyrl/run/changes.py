@@ -67,7 +67,7 @@ RULES: dict[str, str] = {
     "manager": _FREE,
     "weights": _FREE,
     "checkpoint": _FREE,
-    "checkpoint.enabled": "nobody could go on from what comes next",
+    "checkpoint.enabled": "the steps that follow could not be resumed",
     "track": _FREE,
     "rounds": _OPENED,
     "routing": _FREE,

@@ -48,7 +48,7 @@ def read_steps(run_dir: Path) -> list[dict[str, MetricValue]]:
 
 
 def diagnose_stopped(run_dir: Path) -> Diagnosis | None:
-    """Diagnose a run whose manager's process is stopped on this machine, and answers nobody; None: it is not."""
+    """Diagnose a run whose manager's process is stopped on this machine, and answers no request; None: it is not."""
     try:
         pid = int(json.loads((run_dir / "manager.json").read_text())["pid"])
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -57,7 +57,7 @@ def diagnose_stopped(run_dir: Path) -> Diagnosis | None:
         return None
     if state not in ("T", "t") or b"manager" not in words:
         return None
-    what = f"its manager, process {pid}, is stopped (SIGSTOP, or a debugger): nobody hears of it"
+    what = f"its manager, process {pid}, is stopped (SIGSTOP, or a debugger), and answers no request"
     return Diagnosis(False, (Finding(what, "nothing", f"let it go on: kill -CONT {pid}", needs_help=True),))
 
 
@@ -69,7 +69,7 @@ def diagnose_remains(run_dir: Path, steps: Sequence[Mapping[str, MetricValue]]) 
     recipe = load_toml(file)
     if why := _why_done(run_dir, recipe, steps):
         return Diagnosis(False, (Finding(f"the run is done: {why}", "nothing"),))
-    what = f"nobody runs it: {len(steps)} of {recipe.get('train', {}).get('steps')} steps are trained"
+    what = f"it does not run: {len(steps)} of {recipe.get('train', {}).get('steps')} steps are trained"
     if recipe.get("checkpoint", {}).get("enabled", True):
         do = f"go on with it: {resume_command(str(run_dir))}"
     else:
@@ -132,7 +132,7 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
         )
     if now.paused:
         return Finding(
-            "somebody paused the run",
+            "the run is paused",
             f"what runs ({count(_num_running(now), 'sample')}) goes on; nothing else is given to a worker",
             "POST /v1/resume with the admin token lets it go on",
             needs_help=True,
@@ -162,12 +162,12 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
 def _without_trainer(now: Status) -> Finding:
     """Return the finding for a manager that was started with --serve."""
     asked = count(now.queues.get("samples_asked", 0), "answer")
-    what = f"the run has no trainer, and is there for those who ask: {asked} not ended"
+    what = f"the run has no trainer and serves clients: {asked} not ended"
     if any(_may_write(one) for one in now.workers):
-        return Finding(what, "workers write what is asked for")
+        return Finding(what, "workers write the answers")
     return Finding(
         f"{what}, and no worker can write{'' if now.workers else _lost(now)}",
-        "what is asked for waits as long as those who ask do",
+        "answers wait as long as their clients do",
         "have a worker join: the command is in the first lines of the manager's output",
         needs_help=not _may_come_back(now),
     )

@@ -50,7 +50,6 @@ class Display:
         name: str,
         num_steps: int,
         dialer: Dialer,
-        local_worker: str = "",
         progress: Progress | None = None,
         *,
         follows: bool = False,
@@ -59,7 +58,6 @@ class Display:
         self.progress = Progress() if progress is None else progress
         self._told = Told(name, num_steps)
         self._dialer = dialer
-        self._local_worker = local_worker
         self._follows = follows
         self._status: Status | None = None
         self._refreshing: asyncio.Task[None] | None = None
@@ -132,14 +130,14 @@ class Display:
 
     def _show(self) -> None:
         if self.progress.is_live:
-            self.progress.show(view_of(self._status, self._told, self._local_worker))
+            self.progress.show(view_of(self._status, self._told))
 
 
-def view_of(status: Status | None, told: Told, local_worker: str = "") -> RunView:
+def view_of(status: Status | None, told: Told) -> RunView:
     """Combine the manager's status and the loop's progress into the view that the display draws."""
     rounds = [] if status is None else [one for one in status.rounds if one.step == told.step]
     round_ = rounds[0] if rounds else None
-    workers = () if status is None else tuple(_worker(one, one.name == local_worker) for one in status.workers)
+    workers = () if status is None else tuple(map(_worker, status.workers))
     waits = [] if status is None else [_wait(one) for one in status.waits if is_news(one)]
     return RunView(
         name=told.name,
@@ -160,26 +158,26 @@ def view_of(status: Status | None, told: Told, local_worker: str = "") -> RunVie
     )
 
 
-def _worker(worker: WorkerStatus, local: bool) -> WorkerView:
+def _worker(worker: WorkerStatus) -> WorkerView:
     return WorkerView(
         name=worker.name,
-        state=_activity(worker, local),
+        state=_activity(worker),
         num_samples=worker.running,
         tok_s=worker.tokens_per_s if worker.running else 0.0,
         version=None if worker.version < 0 else worker.version,
         spot=worker.spot,
-        local=local,
+        local=worker.local,
     )
 
 
-def _activity(worker: WorkerStatus, local: bool) -> str:
+def _activity(worker: WorkerStatus) -> str:
     if not worker.connected:
         return f"silent {worker.last_heard_s:.0f} s"
     match worker.state:
         case "active" if worker.running:
             return "generating"
         case "active":
-            return "training" if local else "idle"
+            return "training" if worker.local else "idle"
         case "waiting" | "pulling":
             return "pulling"
         case "joined":

@@ -47,7 +47,7 @@ def encryption(wanted: ManagerSection) -> Encryption | None:
     for host in (*_listens_on(wanted.host), *(name for name in found.names if "*" not in name)):
         if found.is_of(host):
             return Encryption(host, found.server, found.client)
-    names = ", ".join(found.names) or "nobody"
+    names = ", ".join(found.names) or "no name"
     raise UserError(
         f"manager.tls_cert: {wanted.tls_cert} is of {names}; expected a name or an address that workers can dial, as a "
         "subjectAltName"

@@ -21,7 +21,7 @@ from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
-from polyrl.run import hosts, keeping, local_worker, reward_workers, workers
+from polyrl.run import hosts, keeping, reward_workers, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.diagnosis import diagnose
 from polyrl.run.display import Display
@@ -347,7 +347,7 @@ async def reporting(
     if point is not None and point.breaks:
         breaks.note(run_dir, point.breaks)
     title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)
-    display = Display(title, recipe.train.steps, dialer, local_worker.NAME)
+    display = Display(title, recipe.train.steps, dialer)
     reporter = Reporter(recipe, run_dir, address, display, 0 if point is None else point.next_step, watch)
     try:
         async with display:

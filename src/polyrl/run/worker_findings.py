@@ -50,7 +50,7 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
     if before is None or not worker.running or _written(worker) != _written(before):
         return None
     if now.trainer == "away":
-        then = "that is held against nobody while the trainer is away: its prompts may be what is missing"
+        then = "no worker is blamed for that while the trainer is away: its prompts may be missing"
         return Finding(f"{name} has {holds} and wrote nothing while it was looked at", then)
     wait = wait_of(now, "stall", name)
     do = f"see its log and the load of its machine; or drain it: polyrl drain {name}"
@@ -85,7 +85,7 @@ def _of_weights(now: Status, worker: WorkerStatus) -> Finding | None:
         return None
     return Finding(
         f"{name} waits for weights",
-        "it pulls as soon as somebody has room to send",
+        "it pulls as soon as a source has room to send",
         "workers that others can reach pass weights on: see --relay-on of polyrl worker",
     )
 
@@ -106,7 +106,10 @@ _WHY_REFUSED = {
         "requests without a token that this run knows",
         "start workers with --token-file and the run's worker.token, hosts with host.token",
     ),
-    "scope": ("requests with a token for less", "the admin token may do everything; whoever needs it not has its own"),
+    "scope": (
+        "requests with a token for less",
+        "the admin token may do everything; the others do one thing each",
+    ),
     "join_rate": (
         "joins, too many in a moment from one address",
         "something there starts workers that end at once: see their logs",

@@ -259,7 +259,7 @@ def _pulls_from_itself(seats: dict[int, Worker], worker: Worker) -> bool:
 def _check_scoring(desk: Desk) -> None:
     queued = frozenset(one for _, one in desk.scoring.queue)
     _law(len(desk.scoring.running) <= desk.config.rewards.slots, "more rewards run than the pool has places")
-    _law(not desk.scoring.running or ("reward", 0) in desk.deadlines.entries, "rewards run that nobody gives up on")
+    _law(not desk.scoring.running or ("reward", 0) in desk.deadlines.entries, "rewards run without a deadline")
     for one in desk.scoring.running:
         sample = desk.samples.get(one)
         _law(
@@ -269,7 +269,7 @@ def _check_scoring(desk: Desk) -> None:
         if sample.state == "generated" and desk.config.rewards.as_finished and sample.group not in desk.asked.groups:
             raise LawViolation(f"sample {show_sample(sample.id)} was not sent to be scored")
         if sample.state == "scoring" and sample.id not in desk.scoring.running and sample.id not in queued:
-            raise LawViolation(f"sample {show_sample(sample.id)} waits for a reward that nobody runs")
+            raise LawViolation(f"sample {show_sample(sample.id)} waits for a reward that does not run")
 
 
 def _check_prompts(desk: Desk) -> None:

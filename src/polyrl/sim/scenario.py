@@ -373,9 +373,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         supply = self.supply
         granted = supply.events or supply.trace is not None or supply.market_mean_s is not None
         if num_local == 0 and self.fleet.workers == 0 and not self.fleet.join_at_s and not granted:
-            raise ValueError(
-                "fleet.workers: expected at least 1, since nobody else generates (trainer.local_workers = 0)"
-            )
+            raise ValueError("fleet.workers: expected at least 1, since trainer.local_workers = 0")
 
     def _check_waits(self) -> None:
         """Refuse a time limit that is shorter than what it limits: the run could only fail."""

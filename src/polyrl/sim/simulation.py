@@ -266,7 +266,7 @@ class Simulation:
             case c.ReportStep():
                 self._report_step(command.line)
             case c.AddAsked() | c.CloseAsked():
-                raise LawViolation(f"nobody here asks for anything: {command}")
+                raise LawViolation(f"the simulator has no clients that ask: {command}")
             case c.PlayEpisode() | c.AnswerCall() | c.StopEpisode() | c.ReleaseHost() | c.ForgetHost():
                 self._tell_host(command)
             case _:

@@ -1,6 +1,6 @@
 """Small models for environments, to start reinforcement learning from. About a minute on one core each.
 
-A model learns how an episode looks from somebody who knows the rules and plays badly: calls the calculator now and
+A model learns how an episode looks from a player that knows the rules and plays badly: calls the calculator now and
 then, mistypes, guesses; walks left and right without listening. It answers in the environment's format, and most of
 its answers earn nothing. To earn more is what reinforcement learning then has to find.
 

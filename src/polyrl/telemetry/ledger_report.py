@@ -168,7 +168,7 @@ def _title(account: Account, name: str) -> str:
 
 def _counts(account: Account) -> Iterator[TableRow]:
     ledger, still = account.ledger, account.open
-    asked = "to whoever asked beside the trainer"
+    asked = "to clients beside the trainer"
     yield "prompts started", f"{ledger.prompts_started:,}", ""
     yield "  trained", f"{ledger.prompts_trained:,}", ""
     yield from _causes(ledger.prompts_dropped, "dropped: ", {})

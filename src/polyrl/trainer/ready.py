@@ -32,7 +32,7 @@ from polyrl.trainer.critic import Critic
 from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.model import Policy, Scorer
 from polyrl.trainer.objectives import gae, kl
-from polyrl.trainer.objectives.advantages import whiten
+from polyrl.trainer.objectives.advantages import above_the_optimal, whiten
 from polyrl.trainer.objectives.registry import RewardBatch, checked_advantages, find_advantage, find_batch_advantage
 from polyrl.trainer.packing import Pack, make_parts, num_rows, plan_passes
 from polyrl.trainer.ranks import ALONE, Peers
@@ -65,6 +65,8 @@ class Ready(NamedTuple):
     """The critic's regression targets, once they are known."""
     gains: Floats | None = None
     """The advantage of each token, once it is known."""
+    pull: float | None = None
+    """The square of the gradient that its episode gives with an advantage of 1, for the optimal baseline."""
 
 
 ReadyEpisode = Sequence[Ready]
@@ -213,7 +215,11 @@ class Preparation:
         for group in groups:
             episodes = episodes_of(group)
             rewards = torch.tensor([self._total(one) for one in episodes], dtype=torch.float64)
-            gains = checked_advantages(self._of_group(rewards, self._config), len(episodes), name, "a group").tolist()
+            pulls = [one[0].pull for one in episodes if one[0].pull is not None]
+            found = self._of_group(rewards, self._config)
+            if pulls:
+                found = above_the_optimal(rewards, torch.tensor(pulls, dtype=torch.float64), self._config)
+            gains = checked_advantages(found, len(episodes), name, "a group").tolist()
             of_episode = {one[0].number: gain for one, gain in zip(episodes, gains, strict=True)}
             compared.append(
                 [one._replace(gains=np.full(one.sample.num_drawn, of_episode[one.number], np.float32)) for one in group]

@@ -34,16 +34,18 @@ from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
 from polyrl.scheduling.rules.order import mix64
 from polyrl.trainer import mismatch
-from polyrl.trainer.batch import TrainGroup, TrainSample, check_samples, first_sequences, without
+from polyrl.trainer.batch import TrainGroup, check_samples, first_sequences, without
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.meeting import Meeting, StepCounts
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
-from polyrl.trainer.objectives import aggregation, corrections, kl
-from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
+from polyrl.trainer.objectives import aggregation, kl
+from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch
 from polyrl.trainer.objectives.sample_size import SampleSize
 from polyrl.trainer.optimizer import Optimizer, Update
+from polyrl.trainer.pack_loss import PackLoss, weighed
 from polyrl.trainer.packing import Pack, RankWork, make_parts, num_rows, plan_passes
+from polyrl.trainer.pulls import Pulls
 from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.ready import Preparation, Ready
 from polyrl.trainer.step_stats import Added, StepStats
@@ -82,7 +84,10 @@ class StepAccumulator:
         self._temperature, self._reference, self._critic = temperature, reference, critic
         self._peers, self._meeting = peers, meeting
         self._everyone: Peers = peers if meeting is None else meeting.everyone
-        self._loss = find_loss(config.loss, config.loss_args)
+        self._of_pack = PackLoss(config, policy.device)
+        self._pulls: Pulls | None = None
+        if config.baseline == "optimal":
+            self._pulls = Pulls(policy, self._of_pack, max_tokens=max_tokens, temperature=temperature)
         self._preparation = Preparation(
             policy,
             config,
@@ -130,6 +135,8 @@ class StepAccumulator:
             if self._config.has_several_updates:
                 groups = self._preparation.look_at(groups, self._guard, first)
             ready = self._preparation.prepare(groups, first)
+            if self._pulls is not None:
+                ready = self._pulls.measured(ready)
         masked = [one.is_masked for group in ready for one in group if one.is_first]
         added = Added(len(groups), len(masked), sum(masked))
         if self._holds_back:
@@ -319,26 +326,25 @@ class StepAccumulator:
         config, pack = self._config, part.pack
         tally = Tally(self._policy.device) if part.is_spare else self._tally
         scores = self._policy.score(pack, self._temperature, entropy_grad=config.entropy_coef > 0)
-        batch = self._batch(pack, ready, scores)
+        batch = self._of_pack.batch(pack, ready, scores.logprobs)
         if not part.is_spare and not config.has_several_updates:
             whose, numbers = [one.sample for one in ready], [one.number for one in ready]
             self._guard.look(self._ours(batch), batch.behaviour_logprobs, whose, numbers)
         if not part.is_spare:
             self._sample_size.add(self._ours(batch), batch)
         losses = self._policy_losses(batch, tally)
-        lengths = self._send(np.array([one.num_episode_tokens for one in ready], np.int64))
-        weights = aggregation.token_weights(batch.sample, lengths, config)
+        weights = self._of_pack.weights(batch, ready)
         if part.is_spare:
             weights = torch.zeros_like(losses)
-        told = {"actor/pg_loss": _weighed(losses, weights)}
+        told = {"actor/pg_loss": weighed(losses, weights)}
         total = losses
         if config.kl == "loss":
             apart = kl.estimate(batch.logprobs, self._reference_logprobs(pack, ready), config.kl_estimator)
-            told["actor/kl_loss"] = _weighed(apart, weights)
+            told["actor/kl_loss"] = weighed(apart, weights)
             total = total + config.kl_coef * apart
         if config.entropy_coef > 0:
             total = total - config.entropy_coef * scores.entropy
-        _weighed(total, weights).backward()
+        weighed(total, weights).backward()
         tally.add_losses(told)
         self._tell(batch, scores, ready, tally)
         if self._critic is not None:
@@ -349,7 +355,7 @@ class StepAccumulator:
         old = self._send(np.concatenate([one.values for one in ready if one.values is not None]))
         returns = self._send(np.concatenate([one.returns for one in ready if one.returns is not None]))
         losses, clipped = value_losses(values, old, returns, self._config.critic.value_clip)
-        _weighed(losses, torch.zeros_like(losses) if part.is_spare else None).backward()
+        weighed(losses, torch.zeros_like(losses) if part.is_spare else None).backward()
         tally.add(
             {
                 "critic/vf_loss": losses,
@@ -360,12 +366,8 @@ class StepAccumulator:
         )
 
     def _policy_losses(self, batch: TokenBatch, tally: Tally) -> Tensor:
-        """Return the loss of each token, weighted by the off-policy correction if there is one."""
-        config = self._config
-        losses, stats = checked_loss(self._loss(batch, config), len(batch.logprobs), config.loss)
-        if config.correction not in (None, "none"):
-            weights, its_stats, ratio = corrections.weigh(batch, config)
-            losses, stats = losses * weights, stats | its_stats
+        losses, stats, ratio = self._of_pack.losses(batch)
+        if ratio is not None:
             tally.peak({"actor/correction_max": ratio})
         tally.add({f"actor/{name}": numbers for name, numbers in stats.items()})
         return losses
@@ -376,26 +378,6 @@ class StepAccumulator:
             return self._send(np.concatenate(known))
         assert self._reference is not None
         return self._reference.score_only(pack, self._temperature).logprobs.to(self._policy.device)
-
-    def _batch(self, pack: Pack, ready: Sequence[Ready], scores: Scores) -> TokenBatch:
-        samples = [one.sample for one in ready]
-        behaviour = self._send(np.concatenate([one.logprobs for one in samples]))
-        return TokenBatch(
-            logprobs=scores.logprobs,
-            old_logprobs=self._old(samples, behaviour, scores.logprobs),
-            behaviour_logprobs=behaviour,
-            advantages=self._send(np.concatenate([one.gains for one in ready if one.gains is not None])),
-            sample=self._send(pack.sample),
-            num_tokens=self._send(pack.num_drawn_tokens),
-        )
-
-    def _old(self, samples: Sequence[TrainSample], behaviour: Tensor, present: Tensor) -> Tensor:
-        if self._config.old_logprobs == "engine":
-            return behaviour
-        given = [one.old_logprobs for one in samples if one.old_logprobs is not None]
-        if len(given) == len(samples):
-            return self._send(np.concatenate(given))
-        return present.detach()
 
     def _send(self, numbers: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(numbers).to(self._policy.device, non_blocking=True)
@@ -439,7 +421,3 @@ class StepAccumulator:
         if not self._policy.gradient_checkpointing:
             advice += ", or set model.gradient_checkpointing=true"
         return f"training on {num_tokens} tokens at once: {advice}"
-
-
-def _weighed(numbers: Tensor, weights: Tensor | None) -> Tensor:
-    return (numbers if weights is None else numbers * weights).sum()

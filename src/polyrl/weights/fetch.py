@@ -76,7 +76,6 @@ class ChunkSource:
         """The number of failures since the last chunk."""
         self.failed_at = self.dial_at = -math.inf
         """When the source last failed, and when it may be dialled again."""
-        self.num_chunks_given = 0
 
 
 class Fetch:
@@ -362,7 +361,6 @@ class Fetch:
         self._store.mark(self._blob, index)
         with self._changed:
             source.num_failures = 0
-            source.num_chunks_given += 1
             self._moved_at = time.monotonic()
             if not source.origin:
                 self._helped_at = self._moved_at

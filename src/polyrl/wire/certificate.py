@@ -30,7 +30,7 @@ class Certificate:
             trusted = "what this system trusts" if ca is None else ca
             raise UserError(f"{cert}: not vouched for by {trusted}: {error.verify_message}") from error
         except ssl.SSLError as error:
-            raise UserError(f"{cert}: nobody can be served with it: {error}") from error
+            raise UserError(f"{cert}: no connection can be served with it: {error}") from error
         self.names = tuple(str(name) for _, name in said.get("subjectAltName", ()))
 
     def is_of(self, host: str) -> bool:

@@ -241,6 +241,8 @@ class Order(Struct, frozen=True, array_like=True, gc=False):
     num_before: int = 0
     """Drawn tokens of the sample that are part of the prompt, as an episode's earlier answers are. Offsets count them,
     `max_tokens` does not."""
+    goes_on: bool = True
+    """Whether a later prompt may begin with its answer, as those of episodes and of clients' conversations do."""
 
 
 class Orders(Frame, frozen=True, tag="generate"):

@@ -445,7 +445,9 @@ class WorkerAgent:
             if wanted < max_tokens:
                 self._imposed[lease] = max_tokens = wanted
             sampling = structs.replace(sampling, ignore_eos=True, stop=(), stop_ids=(), imposed=None)
-        self._engine.generate(Job(lease, SampleId(order.sample), prompt, so_far, max_tokens, order.seed, sampling))
+        self._engine.generate(
+            Job(lease, SampleId(order.sample), prompt, so_far, max_tokens, order.seed, sampling, order.goes_on)
+        )
 
     async def _stop(self, aborted: Iterable[LeaseId], handed_over: Iterable[LeaseId] = ()) -> None:
         """Stop leases, even if the connection breaks meanwhile: leases that left the book are never asked for again."""

@@ -96,6 +96,15 @@ RESOURCES = {
             except OSError: pass
         """
     ),
+    "writing the machine's disk, and waiting for it": attack(
+        """
+        import ctypes, os
+        for call in (lambda: os.fsync(1000), lambda: os.fdatasync(1000), lambda: ctypes.CDLL(None).msync(1, 1, 4)):
+            try:
+                if call(): raise OSError  # the kernel has looked: there is no such file, and no such memory
+            except OSError: print("ESCAPED"); break
+        """
+    ),
     "watches of the user's files": attack(
         """
         import ctypes
@@ -503,7 +512,7 @@ REACHING = {
 }
 
 _CALLS = """
-import ctypes
+import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 buffer = ctypes.create_string_buffer(4096)
 def refused(*args):
@@ -533,6 +542,8 @@ X86_CALLS = {
     "quotactl": "179, 0, 0, 0, 0",
     "sethostname": "170, b'a', 1", "settimeofday": "164, buffer, 0", "iopl": "172, 3", "acct": "163, 0",
     "landlock_create_ruleset": "444, 0, 0, 1", "sync": "162", "syncfs": "306, 1",
+    "huge pages of the machine": "9, 0, 1 << 21, 3, 0x40022, -1, 0", "a lease": "72, 0, 1024, 0",
+    "a watch of a folder": "72, os.open('/usr/bin', 0), 1026, 1", "core scheduling": "157, 62, 0, 0, 0, buffer",
 }  # fmt: skip
 CALLS = {
     f"system call {name}": attack(f"{_CALLS}\nif not refused({words}): print('ESCAPED')")

@@ -35,6 +35,23 @@ def test_the_first_failure_ends_the_cases():
     assert "printed '2\\n', expected '3'" in verdict.detail
 
 
+def test_arguments_inputs_and_values_may_be_large_and_a_case_beyond_all_is_no_fault_of_the_program():
+    numbers, text = list(range(400_000)), "x" * 3_000_000
+    right = "def f(x): return [one + 1 for one in x]"
+    assert verdict_of(right, call([one + 1 for one in numbers], numbers)).outcome == "passed"
+    assert verdict_of(right, call(numbers, numbers)).outcome == "failed"
+    assert verdict_of("def f(x): return x, x, input", call(1, numbers)).outcome == "failed"
+    assert verdict_of("print(input())", InputCase(input=text, output=text)).outcome == "passed"
+    assert verdict_of("print(input() * 2)", InputCase(input=text, output=text)).outcome == "failed"
+    for case in (
+        InputCase(input="x" * (32 << 20), output=""),
+        call(1, "x" * (32 << 20)),
+        PytestCase(source="#" * (32 << 20)),
+    ):
+        with pytest.raises(UserError, match=r"a case of 33,554,\d* bytes, expected at most 31,457,280"):
+            verdict_of("def f(x): return 1", case)
+
+
 # Neither knows which exception is expected.
 FORGED_LINEAGE = """
 import os

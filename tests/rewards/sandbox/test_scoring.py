@@ -91,7 +91,14 @@ def test_the_cpu_time_of_an_answer_is_that_of_its_longest_case():
     assert (reward.score, reward.cpu_s, reward.correct, reward.outcome) == (0.5, 0.5, False, "scored")
 
 
-@pytest.mark.parametrize("tests", [[], "nonsense", [{"input": 3, "output": "x"}], [3], 7, [{"pytest": 3}], [{}]])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        [], "nonsense", [{"input": 3, "output": "x"}], [3], 7, [{"pytest": 3}], [{}], "[" * 5000,
+        [{"function": "f", "args": [1], "vlaue": 2}],
+    ],
+    ids=range(9),
+)  # fmt: skip
 def test_tests_that_cannot_be_read_are_the_fault_of_the_data(tests: Any):
     with pytest.raises(RewardFailed, match="the row's tests"):
         read_cases(given("", tests=tests), "tests")

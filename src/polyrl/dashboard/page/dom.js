@@ -60,10 +60,10 @@ export function seconds(value) {
 export const dollars = (value) =>
   value === null || value === undefined ? "–" : `$${value >= 0.1 || value === 0 ? value.toFixed(2) : value.toFixed(4)}`;
 
-/** A table: titles, where a title that ends with # is a column of numbers, and rows of cells. */
-export function table(caption, titles, rows) {
+/** A table: titles, where a title that ends with # is a column of numbers, and rows of cells. `kind`: a class for its look. */
+export function table(caption, titles, rows, kind = "") {
   const isNumber = titles.map((title) => title.endsWith("#"));
-  return h("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, h("table", {},
+  return h("div", { class: `scroll ${kind}`, role: "region", tabindex: "0", "aria-label": `Table: ${caption}` }, h("table", {},
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, titles.map((title, place) =>
       title ? h("th", { scope: "col", class: isNumber[place] ? "num" : "" }, title.replace(/#$/, "")) : h("td")))),

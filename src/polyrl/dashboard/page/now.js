@@ -60,8 +60,8 @@ export function open(place, state) {
       redraw(findings, ...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
       redraw(rounds, ...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
       redraw(waits, status ? table("Waits", ["for", "of", "so far#", "ended by", "at the latest in#"], status.waits.map((one) => [
-        one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.ended_by, one.given_up_in_s === null ? "as long as it takes" : seconds(Math.max(0, one.given_up_in_s)),
-      ])) : "", others(status?.more_waits ?? {}));
+        one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.ended_by, one.given_up_in_s === null ? "as long as it takes" : h("span", { class: "left" }, seconds(Math.max(0, one.given_up_in_s))),
+      ]), "waits") : "", others(status?.more_waits ?? {}));
       drawCurve(run, now.steps);
     },
   };

@@ -24,7 +24,7 @@ export function open(place, state) {
     text: h("input", { type: "search", "aria-label": "Text in prompt or answer", placeholder: "text" }),
     order: select(ORDERS, "Order"),
   };
-  const titles = { step: "step", task: "task", outcome: "outcome", worker: "worker", low: "reward from", high: "to", fewest: "tokens from", longest: "to", text: "contains", order: "order" };
+  const titles = { step: "step", task: "task", outcome: "outcome", worker: "worker", low: "reward from", high: "reward to", fewest: "tokens from", longest: "tokens to", text: "contains", order: "order" };
   const earlier = h("button", { type: "button", onclick: () => move(-1) }, "‹ earlier step");
   const later = h("button", { type: "button", onclick: () => move(1) }, "later step ›");
   const newest = h("button", { type: "button", onclick: () => { fields.step.value = ""; chosen = null; load(true); } }, "newest step »");
@@ -56,7 +56,7 @@ export function open(place, state) {
     fill(fields.task, told.tasks, "all");
     fill(fields.worker, told.workers, "all");
     summary.textContent = told.step === null ? (state.runs[state.run]?.simulation ? "A simulation has no answers." : "No answers are kept yet.") :
-      `step ${told.step}: ${told.num} of ${told.num_all} answers; steps ${told.steps[0]} to ${told.steps[1]} are kept`;
+      `step ${told.step}: ${told.num} of ${told.num_all} answers; ${told.steps[0] === told.steps[1] ? `step ${told.steps[0]} is` : `steps ${told.steps[0]} to ${told.steps[1]} are`} kept`;
     drawList();
     const wanted = state.query.get("sample");
     state.query.delete("sample"); // it is meant once: later lists keep what was chosen, or begin anew

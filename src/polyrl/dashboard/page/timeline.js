@@ -1,7 +1,7 @@
 // Who did what when: every worker, host and the trainer, from hours down to one sample.
 
 import { get } from "./api.js";
-import { h, number, plain, redraw, seconds, shown } from "./dom.js";
+import { h, number, plain, redraw, shown } from "./dom.js";
 
 const ROW = 22, TOP = 24, ROWS = 60, LANE = 11, MOST_LANES = 600;
 const LOOKS = {
@@ -54,8 +54,18 @@ export function open(place, state) {
     drawTicks(paper, told);
     told.rows.forEach((one, place) => drawRow(paper, one, tops[place]));
     if (row) drawSamples(paper, row, tops[told.rows.indexOf(row)] + ROW);
+    if (drag) drawMarked(paper);
     ends.hidden = !row;
     say(row);
+  }
+
+  /** The part that a drag has marked so far. */
+  function drawMarked({ pen, x, height, text }) {
+    const [from, to] = [x(drag.s), x(drag.until)].sort((a, b) => a - b);
+    pen.globalAlpha = 0.2;
+    pen.fillStyle = text;
+    pen.fillRect(from, 0, to - from, height);
+    pen.globalAlpha = 1;
   }
 
   function drawNames(sizes) {
@@ -81,7 +91,7 @@ export function open(place, state) {
   function say(row) {
     const gone = told.rows.reduce((sum, one) => sum + one.ends.filter((end) => end[1] === "lost").length, 0), span = told.to_s - told.from_s;
     const samples = !row ? "Click on a row for its samples." : row.leases.length ? `${row.name}: ${number(row.num_leases)} samples; click on one for its story.` : row.num_leases ? `${row.name}: ${number(row.num_leases)} samples, too many to be drawn: zoom in.` : `${row.name}: no samples.`;
-    const text = `${clock(told.from_s, span)} to ${clock(told.to_s, span)} of ${seconds(told.run_s)}; rows ${first + 1} to ${first + told.rows.length} of ${told.num_rows}; ${gone} lost in view. Drag to zoom, double-click for the whole run. ${samples}`;
+    const text = `${clock(told.from_s, span)} to ${clock(told.to_s, span)} of ${clock(told.run_s, span)}; rows ${first + 1} to ${first + told.rows.length} of ${told.num_rows}; ${gone} lost in view. Drag to zoom, double-click for the whole run. ${samples}`;
     status.replaceChildren(...shown(text));
     canvas.setAttribute("aria-label", `Timeline of the fleet, ${plain(text)}`);
     pages.replaceChildren(
@@ -143,15 +153,21 @@ export function open(place, state) {
 
   canvas.addEventListener("pointerdown", (event) => {
     if (!told) return;
-    drag = { ...at(event), x: event.clientX };
+    drag = { ...at(event), x: event.clientX, until: at(event).s };
     canvas.setPointerCapture(event.pointerId); // a drag may end beside the picture
   });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!drag) return;
+    drag.until = at(event).s;
+    draw();
+  });
+  canvas.addEventListener("pointercancel", () => { drag = null; draw(); }); // a finger that scrolls the page
   canvas.addEventListener("pointerup", (event) => {
-    if (!drag || !told) return;
-    const until = at(event);
-    if (Math.abs(event.clientX - drag.x) < 5) click(event);
-    else { view = [Math.min(drag.s, until.s), Math.max(drag.s, until.s)].map((one) => Math.max(0, one)); load(); }
+    if (!drag) return;
+    const from = drag, until = at(event);
     drag = null;
+    if (Math.abs(event.clientX - from.x) < 5) click(event);
+    else { view = [Math.min(from.s, until.s), Math.max(from.s, until.s)].map((one) => Math.max(0, one)); load(); }
   });
   canvas.addEventListener("dblclick", () => { view = [0, 0]; load(); });
   const resized = () => told && draw();

@@ -44,12 +44,15 @@ class Member:
         "max_total",
         "num_computed",
         "num_given",
+        "num_kept",
         "num_published",
         "tail",
         "tokens",
     )
 
-    def __init__(self, lease: LeaseId, tokens: list[int], max_total: int, data: Any = None) -> None:
+    def __init__(
+        self, lease: LeaseId, tokens: list[int], max_total: int, data: Any = None, num_kept: int | None = None
+    ) -> None:
         self.lease = lease
         self.tokens = tokens
         self.max_total = max_total
@@ -66,6 +69,8 @@ class Member:
         self.tail = b""
         """The key of all tokens but the last, that it had then."""
         self.data = data
+        self.num_kept = num_kept
+        """Tokens whose cache is kept when it ends; None: all, as a later text may begin with them."""
 
 
 class Chunk(NamedTuple):
@@ -133,7 +138,9 @@ class Batching:
         member = self._waiting.pop(lease, None)
         if member is None:
             member = self._running.pop(lease, None)
-            if member is not None and not self._border_tokens:
+            if member is not None and member.num_kept is not None:
+                self._cache.forget_rest(member.blocks, member.num_kept)
+            elif member is not None and not self._border_tokens:
                 self._cache.publish_tail(member.tokens, member.blocks, member.num_computed)
         if member is not None:
             self._cache.release(member.blocks)

@@ -1,14 +1,16 @@
-"""Drafts of the next tokens, copied from texts with the same recent tokens: the sample's own text, the other answers of
-its group, and earlier answers to its prompt.
+"""Drafts of the next tokens, copied from sources with the same recent tokens: the sample's own answer, the others of
+its group, and earlier ones to its prompt, or the prompt itself.
 
-Every text is indexed by its *grams*: each run of GRAM tokens points to the place after its last occurrence. A draft is
-what followed the longest match in any of the texts; where several match equally well, the most common continuation.
+Every source is indexed by its *grams*: each run of GRAM tokens points to the place after its last occurrence. A draft
+is what followed the longest match in any of the sources; where several match equally well, the most common
+continuation.
 
 Rules kept here:
-- A draft is only a hint. It never decides a token (steps.py), so texts of older versions and of other samples will do.
-- Texts with one prompt share a *pool*. The prompt of a later turn begins with that of the first, and finds its pool.
-- Memory is bounded: `MAX_SIZE` for all pools and texts, `MAX_INDEXED` tokens indexed, `MAX_TEXTS` a pool. The pool that
-  was longest unused goes first. Only pools with running samples have indexes, built a part at a time (`BUILD_TOKENS`).
+- A draft is only a hint. It never decides a token (steps.py), so sources of older versions and other samples will do.
+- Sources with one prompt share a *pool*. The prompt of a later turn begins with that of the first, and finds its pool.
+- Memory is bounded: `MAX_SIZE` for all pools and sources, `MAX_INDEXED` tokens indexed, `MAX_SOURCES` a pool. The pool
+  that was longest unused goes first. Only pools with running samples have indexes, built a part at a time
+  (`BUILD_TOKENS`).
 
 Pure: no clock, no I/O. Left out: whether a draft is worth its verification (gate.py).
 """
@@ -28,13 +30,13 @@ MAX_MATCH = 16
 """Matches are compared up to this length."""
 MAX_SIZE = 1 << 22
 """In tokens of four bytes: 16 MiB."""
-TEXT_SIZE = 72
-"""The overhead of a text, in tokens of four bytes. Short answers are mostly this."""
+SOURCE_SIZE = 72
+"""The overhead of a source, in tokens of four bytes. Short answers are mostly this."""
 POOL_SIZE = 128
-"""The overhead of a pool beside its texts."""
+"""The overhead of a pool beside its sources."""
 MAX_INDEXED = 1 << 19
 """About 50 MB."""
-MAX_TEXTS = 32
+MAX_SOURCES = 32
 BUILD_TOKENS = 8192
 """Tokens that one `follow` indexes at most, about a millisecond."""
 _BITS = 21
@@ -46,13 +48,13 @@ _MANY = 32
 class Draft(NamedTuple):
     tokens: list[int]
     match: int
-    """How many tokens before it were found in the text that it was copied from; 0: there is no draft."""
+    """How many tokens before it were found in the source that it was copied from; 0: there is no draft."""
 
 
 NOTHING = Draft([], 0)
 
 
-class Text:
+class DraftSource:
     """Tokens that drafts are copied from, and their index. `num_before`: tokens of the sample that are left out."""
 
     __slots__ = ("_after", "_next", "num_before", "tokens")
@@ -66,7 +68,7 @@ class Text:
 
     @property
     def size(self) -> int:
-        return TEXT_SIZE + len(self.tokens)
+        return SOURCE_SIZE + len(self.tokens)
 
     @property
     def num_indexed(self) -> int:
@@ -113,27 +115,27 @@ class Text:
 
 
 class _Pool:
-    """The texts of one prompt."""
+    """The sources of one prompt."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt = Text(prompt)
-        self.running: dict[LeaseId, Text] = {}
-        self.earlier: OrderedDict[int, Text] = OrderedDict()
+        self.prompt = DraftSource(prompt)
+        self.running: dict[LeaseId, DraftSource] = {}
+        self.earlier: OrderedDict[int, DraftSource] = OrderedDict()
         """Answers that ended, the newest last."""
         self.num_ended = 0
 
     @property
     def size(self) -> int:
-        return POOL_SIZE + sum(text.size for text in self.all_texts)
+        return POOL_SIZE + sum(source.size for source in self.all_sources)
 
     @property
-    def all_texts(self) -> list[Text]:
+    def all_sources(self) -> list[DraftSource]:
         return [self.prompt, *self.running.values(), *self.earlier.values()]
 
     @property
-    def texts(self) -> list[Text]:
+    def sources(self) -> list[DraftSource]:
         """The sources of drafts, the likeliest to be needed first."""
-        its = [*self.running.values(), *reversed(self.earlier.values())][: MAX_TEXTS - 1]
+        its = [*self.running.values(), *reversed(self.earlier.values())][: MAX_SOURCES - 1]
         return [*its, self.prompt]
 
 
@@ -149,8 +151,8 @@ class Drafts:
         self._last: tuple[Sequence[int], bytes] = [], b""
         """The prompt that was looked for last, and its pool: answers of a group follow each other."""
         self._pool_of: dict[LeaseId, _Pool] = {}
-        self._sources: dict[LeaseId, list[Text]] = {}
-        """The texts beside its own that a running sample is drafted from."""
+        self._sources: dict[LeaseId, list[DraftSource]] = {}
+        """The sources beside its own that a running sample is drafted from."""
         self.size = 0
         self.num_indexed = 0
 
@@ -165,12 +167,12 @@ class Drafts:
         budget = BUILD_TOKENS
         self._sources = {}
         for lease, pool in self._pool_of.items():
-            texts = pool.texts
+            sources = pool.sources
             own = pool.running[lease]
-            self._sources[lease] = [one for one in texts if one is not own]
+            self._sources[lease] = [one for one in sources if one is not own]
             budget -= self._index(own, budget)
-            for text in texts:
-                budget -= self._index(text, budget)
+            for source in sources:
+                budget -= self._index(source, budget)
         self._make_room()
 
     def extend(self, lease: LeaseId, tokens: Sequence[int]) -> None:
@@ -187,7 +189,7 @@ class Drafts:
             self._retire(lease)
         else:
             pool = self._find_or_open(prompt)
-            self._keep(pool, self._new_text(pool, tokens))
+            self._keep(pool, self._new_source(pool, tokens))
         self._make_room()
 
     def draft(self, lease: LeaseId, most: int) -> Draft:
@@ -200,15 +202,15 @@ class Drafts:
         if gram is None:
             return NOTHING
         best, found = 0, []
-        for text in (own, *self._sources[lease]):
-            at = text.find(gram)
+        for source in (own, *self._sources[lease]):
+            at = source.find(gram)
             if at is None:
                 continue
-            match = _match(own.tokens, text.tokens, at)
+            match = _match(own.tokens, source.tokens, at)
             if match > best:
                 best, found = match, []
             if match == best:
-                found.append((text, at))
+                found.append((source, at))
         return Draft(_continue(found, own, most), best) if found else NOTHING
 
     # Pools
@@ -217,18 +219,18 @@ class Drafts:
         pool = self._pool_of.get(lease)
         if pool is None:
             pool = self._pool_of[lease] = self._find_or_open(prompt)
-            pool.running[lease] = self._new_text(pool, tokens)
+            pool.running[lease] = self._new_source(pool, tokens)
             return
         own = pool.running[lease]
         new = tokens[own.num_before + len(own.tokens) :]
         own.tokens.extend(new)
         self.size += len(new)
 
-    def _new_text(self, pool: _Pool, tokens: Sequence[int]) -> Text:
+    def _new_source(self, pool: _Pool, tokens: Sequence[int]) -> DraftSource:
         num_before = max(0, len(pool.prompt.tokens) - GRAM)
-        text = Text(tokens[num_before:], num_before)
-        self.size += text.size
-        return text
+        source = DraftSource(tokens[num_before:], num_before)
+        self.size += source.size
+        return source
 
     def _find_or_open(self, prompt: Sequence[int]) -> _Pool:
         """Return the pool whose prompt is the longest that this one begins with; else a new one."""
@@ -259,31 +261,31 @@ class Drafts:
         self._sources.pop(lease, None)
         self._keep(pool, pool.running.pop(lease))
         if not pool.running:
-            for text in pool.all_texts:
-                self._forget_index(text)
+            for source in pool.all_sources:
+                self._forget_index(source)
 
-    def _keep(self, pool: _Pool, text: Text) -> None:
-        pool.earlier[pool.num_ended] = text
+    def _keep(self, pool: _Pool, source: DraftSource) -> None:
+        pool.earlier[pool.num_ended] = source
         pool.num_ended += 1
-        if len(pool.earlier) > MAX_TEXTS:
+        if len(pool.earlier) > MAX_SOURCES:
             _, oldest = pool.earlier.popitem(last=False)
             self._forget(oldest)
 
     # Bounds
 
-    def _index(self, text: Text, most: int) -> int:
-        before = text.num_indexed
-        num = text.index(min(most, self._max_indexed - self.num_indexed))
-        self.num_indexed += text.num_indexed - before
+    def _index(self, source: DraftSource, most: int) -> int:
+        before = source.num_indexed
+        num = source.index(min(most, self._max_indexed - self.num_indexed))
+        self.num_indexed += source.num_indexed - before
         return num
 
-    def _forget_index(self, text: Text) -> None:
-        self.num_indexed -= text.num_indexed
-        text.forget_index()
+    def _forget_index(self, source: DraftSource) -> None:
+        self.num_indexed -= source.num_indexed
+        source.forget_index()
 
-    def _forget(self, text: Text) -> None:
-        self._forget_index(text)
-        self.size -= text.size
+    def _forget(self, source: DraftSource) -> None:
+        self._forget_index(source)
+        self.size -= source.size
 
     def _make_room(self) -> None:
         """Drop earlier answers of the pools that were longest unused, and pools that nothing runs in."""
@@ -309,9 +311,9 @@ class Drafts:
 
     def check(self) -> None:
         """Derive every count again. Raises AssertionError; for tests."""
-        texts = [text for pool in self._pools.values() for text in pool.all_texts]
+        sources = [source for pool in self._pools.values() for source in pool.all_sources]
         assert self.size == sum(pool.size for pool in self._pools.values())
-        assert self.num_indexed == sum(one.num_indexed for one in texts) <= self._max_indexed
+        assert self.num_indexed == sum(one.num_indexed for one in sources) <= self._max_indexed
         assert self._lengths == Counter(len(pool.prompt.tokens) for pool in self._pools.values())
         assert {lease for pool in self._pools.values() for lease in pool.running} == self._pool_of.keys()
 
@@ -325,24 +327,24 @@ def _match(own: "array[int]", other: "array[int]", at: int) -> int:
     return num
 
 
-def _continue(found: list[tuple[Text, int]], own: Text, most: int) -> list[int]:
-    """Go on as most of these places do, token by token. The sample's own text goes on with the draft itself."""
+def _continue(found: list[tuple[DraftSource, int]], own: DraftSource, most: int) -> list[int]:
+    """Go on as most of these places do, token by token. The sample's own source goes on with the draft itself."""
     draft: list[int] = []
     while len(draft) < most:
-        here = [(token, text, at) for text, at in found if (token := _at(text, at, own, draft)) is not None]
+        here = [(token, source, at) for source, at in found if (token := _at(source, at, own, draft)) is not None]
         if not here:
             break
         token = here[0][0] if len(here) == 1 else Counter(one[0] for one in here).most_common(1)[0][0]
         draft.append(token)
-        found = [(text, at + 1) for its, text, at in here if its == token]
+        found = [(source, at + 1) for its, source, at in here if its == token]
     return draft
 
 
-def _at(text: Text, at: int, own: Text, draft: list[int]) -> int | None:
-    num = len(text.tokens)
+def _at(source: DraftSource, at: int, own: DraftSource, draft: list[int]) -> int | None:
+    num = len(source.tokens)
     if at < num:
-        return text.tokens[at]
-    return draft[at - num] if text is own and at - num < len(draft) else None
+        return source.tokens[at]
+    return draft[at - num] if source is own and at - num < len(draft) else None
 
 
 def accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:

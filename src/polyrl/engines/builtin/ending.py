@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 _TEXTLESS_TOKENS = 16
 """A stop string is searched in this many more tokens than it has bytes: some tokens have no text of their own."""
 _BYTES_OF_A_CHARACTER = 4
-"""At most. A tokenizer whose tokens are bytes may make nothing of all of them where the first is not a character's."""
+"""At most. Where a text begins inside of a character, a tokenizer of bytes may decode none of so many tokens."""
 _NOTHING = "\ufffd"
 
 End = Literal["stop", "length"]

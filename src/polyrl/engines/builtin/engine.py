@@ -205,7 +205,8 @@ class BuiltinEngine:
             self._sink.ended(job.lease, "refused", why_not)
             return
         ending = self._ending(job)
-        member = Member(job.lease, [*job.prompt, *job.so_far], self._longest(job), _Answer(job, ending))
+        num_kept = None if job.goes_on else len(job.prompt)
+        member = Member(job.lease, [*job.prompt, *job.so_far], self._longest(job), _Answer(job, ending), num_kept)
         if job.so_far and ending.is_over(job.so_far):
             self._sink.ended(job.lease, "stop")  # its end was made already, and not heard of
             return
@@ -293,7 +294,7 @@ class BuiltinEngine:
         assert installer is not None and runner is not None
         staged = await asyncio.to_thread(installer.stage, weights)
         if staged is None and weights.version != self._version and not weights.in_place:
-            raise EngineError(f"nobody says where version {weights.version} can be had")
+            raise EngineError(f"version {weights.version} has no known source")
         began = time.perf_counter()
         async with self._come_between():
             self._check_that_it_runs()

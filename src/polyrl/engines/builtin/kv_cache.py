@@ -185,6 +185,17 @@ class KvCache:
         self._empty += self._idle
         self._idle.clear()
 
+    def forget_rest(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Match no block after the one with the last of `num_tokens` tokens again, unless another text holds it too."""
+        for block in blocks[self.num_blocks_for(num_tokens) :]:
+            if self._num_holders[block] > 1:
+                continue
+            key = self._keys[block]
+            if key is not None and self._known.get(key) == block:
+                del self._known[key]
+            self._keys[block] = None
+            self._forget_tails(block)
+
     # Room
 
     def extend(self, blocks: list[int], num_tokens: int) -> bool:

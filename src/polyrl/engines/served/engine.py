@@ -116,7 +116,8 @@ class ServedEngine:
         version = self._version_of(label)
         if self.is_attached and version != self._base:
             log.warning(
-                "the server runs a version %s that somebody installed: it is given another before it writes", label
+                "the server runs a version %s of another client: it gets one of this run before it writes",
+                label,
             )
             return None
         return version
@@ -360,7 +361,7 @@ class ServedEngine:
                 if weights.version == self._version:
                     return
                 if weights.version != self._base:
-                    raise EngineError(f"nobody says where version {weights.version} can be had")
+                    raise EngineError(f"version {weights.version} has no known source")
                 weights = Weights(weights.version, folder=self._config.model)
             staged = await server.loading.stage(weights)
             if self._is_closed:

@@ -349,7 +349,7 @@ def _stage(weights: Weights, model: Path) -> StagedVersion:
     if copy is not None:
         return StagedVersion(copy.manifest, offer_of(copy.manifest, model), copy.fd, copy.view, None)
     if weights.folder is None:
-        raise EngineError(f"nobody says where version {weights.version} can be had")
+        raise EngineError(f"version {weights.version} has no known source")
     source = Path(weights.folder)
     found = folder.scan(source)
     layout = folder.layout_in(source, found)

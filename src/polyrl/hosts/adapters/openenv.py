@@ -4,7 +4,8 @@
 
 Rules kept here: a server has so many sessions, and turns further ones away: a host claims no more places than that, and
 an episode waits here while the session of the last one is closed. An answer that is a JSON object is the action; any
-other text is the value of the field `action`. Rewards of steps are summed.
+other text is the value of the field `action`. An action that the server does not take is the policy's mistake: it is
+told so, and its turn is spent. Rewards of steps are summed.
 """
 
 import asyncio
@@ -15,7 +16,10 @@ from weakref import WeakKeyDictionary
 from polyrl.errors import UserError
 from polyrl.hosts.adapters.packages import need
 from polyrl.hosts.own import Turn
+from polyrl.hosts.tools import is_deep
 
+_REFUSED = "code: VALIDATION_ERROR"
+"""In the client's words. The session goes on after it."""
 _SESSIONS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]]" = WeakKeyDictionary()
 
 
@@ -54,7 +58,12 @@ class OpenEnvSession:
         return [*system, {"role": "user", "content": self._shown(result.observation)}]
 
     async def step(self, text: str) -> Turn:
-        result = await self._client.step(self._as_action(text))
+        try:
+            result = await self._client.step(self._as_action(text))
+        except RuntimeError as error:
+            if _REFUSED not in str(error):
+                raise
+            return Turn("error: the environment takes no such action; its fields, or their types, are others")
         if result.done and result.reward is None:
             return Turn(done=True)
         return Turn(self._shown(result.observation), done=bool(result.done), reward=result.reward)
@@ -75,7 +84,7 @@ class OpenEnvSession:
 
     def _as_action(self, text: str) -> dict[str, Any]:
         try:
-            read = json.loads(text)
+            read = None if is_deep(text) else json.loads(text)
         except (ValueError, RecursionError):
             read = None
         return read if isinstance(read, dict) else {self._action: text.strip()}

@@ -8,6 +8,8 @@ whole history again: its earlier turns are in the conversation already.
 """
 
 import random
+import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,8 @@ from polyrl.hosts.own import Turn
 
 _ONE_AT_A_TIME = threading.Lock()
 _RAW = "-raw"
+_TOO_LONG = re.compile(rf"(\d{{{sys.int_info.default_max_str_digits}}})\d+")
+"""A number that Python does not read: a game would break on it, where a shorter one is a wrong move."""
 _FOR_ONE: set[str] = set()
 """Games that were found to be for one player."""
 
@@ -50,7 +54,7 @@ class TextArenaGame:
         return [*system, {"role": "user", "content": self._seen()}]
 
     def step(self, text: str) -> Turn:
-        move = text if "[" in text else f"[{text.strip()}]"
+        move = _TOO_LONG.sub(r"\1", text if "[" in text else f"[{text.strip()}]")
         done, _ = self._in_turn(lambda: self._game.step(action=move))
         if not done:
             return Turn(self._seen())

@@ -4,7 +4,8 @@ The package's own `null` harness starts a new interpreter for each turn, and nee
 contract allows a loop in the process instead, as long as every call of the model goes to the given endpoint.
 
 Rules kept here: what ends a run in the built-in harness ends it here: an answer without tool calls, a full context, a
-stop of the task's own. A tool that does not exist, and arguments that are not JSON, are told to the model.
+stop of the task's own. A tool that does not exist, and arguments that are not JSON or nest too deep, are told to the
+model. Halves of characters, which the package cannot send to a tool, are marks.
 """
 
 import json
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from polyrl.hosts.adapters.packages import need
+from polyrl.hosts.tools import WrittenCall, is_deep, whole_call
 
 IN_PROCESS = "polyrl_in_process"
 """The harness's id. verifiers imports a module of that name."""
@@ -116,11 +118,13 @@ class _Tools:
         self.schemas, self._dispatch, self._servers = await mcp.connect_mcp({"mcpServers": servers}, stack)
 
     async def answer(self, call: Any) -> dict[str, Any]:
-        name = call.function.name
-        content = await self._run(name, call.function.arguments)
+        name, written = whole_call(WrittenCall(call.function.name, call.function.arguments))
+        content = await self._run(name, written)
         return {"role": "tool", "tool_call_id": call.id, "name": name, "content": content}
 
     async def _run(self, name: str, written: str) -> Any:
+        if is_deep(written):
+            return "error: tool arguments nest too deep; resend simpler ones"
         try:
             arguments = json.loads(written or "{}")
         except (ValueError, RecursionError) as error:

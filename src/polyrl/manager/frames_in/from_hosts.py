@@ -206,7 +206,7 @@ def _repeat(
 
 def _prompt(run: Run, tokens: SampleTokens, frame: host_frames.MakeCall) -> bytes:
     """Return the call's whole prompt, checked."""
-    name = f"call {frame.number} of episode {frame.sample}"
+    name = f"call {frame.number} of episode {show_sample(SampleId(frame.sample))}"
     if frame.number > len(tokens.calls) or any(one.end == OPEN for one in tokens.calls[: frame.number]):
         raise Refused("call", f"{name}, and a call before it is not answered")
     if frame.base >= frame.number:

@@ -103,7 +103,7 @@ def _published(run: Run, frame: frames.Published) -> None:
         raise Refused("digest", f"version {frame.version} is {known}, not {frame.digest}; a version never changes")
     if is_another:
         log.warning(
-            "version %d is published anew, with another digest: whoever holds it fetches it again", frame.version
+            "version %d is published anew, with another digest: workers that hold it fetch it again", frame.version
         )
         run.note_grants()  # the order in the journal tells which digest generated what
     if frame.digest:  # also when it is known: a trainer that comes back serves from elsewhere

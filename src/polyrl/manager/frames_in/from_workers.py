@@ -286,7 +286,7 @@ def _own_addresses(lobby: Lobby, session: WorkerSession, claimed: tuple[str, ...
         lobby.refused["address"] += len(claimed) - len(own)
         strange = plain(", ".join(one for one in claimed if one not in own))
         log.warning(
-            "worker %s at %s: nobody is sent to fetch weights at %s, which is not its own (limits.relay_networks)",
+            "worker %s at %s: no worker is sent to %s for weights: that address is not its own (limits.relay_networks)",
             session.name, seen_at, shorten(strange),
         )  # fmt: skip
     return own

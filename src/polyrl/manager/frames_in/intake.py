@@ -237,7 +237,7 @@ def _ended(run: Run, session: WorkerSession, worker: Worker, ended: frames.Ended
         run.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
         if ended.reason != "handed_over" or sample.state != "stopping":
-            detail = ended.detail if ended.reason != "handed_over" else "nobody asked for it"
+            detail = ended.detail if ended.reason != "handed_over" else "it was not asked for"
             session.last_failure = f"{ended.reason}: {detail}"
             if (often := session.failures.again(session.last_failure)) is not None:
                 log.warning("sample %s on %s: %s%s", show_sample(sample.id), worker.name, session.last_failure, often)

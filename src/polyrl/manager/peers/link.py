@@ -120,6 +120,8 @@ def _held_bytes(frame: AnyFrame) -> int:
     """Return the bytes that only this frame keeps in memory."""
     if isinstance(frame, frames.Orders):
         return sum(_FRAME_BYTES + len(order.so_far) for order in frame.orders)
+    if isinstance(frame, host_frames.CallAnswer):
+        return _FRAME_BYTES + len(frame.cells)  # cut out for each answer: a host may have one sent again and again
     if isinstance(frame, reward_frames.GiveJob):
         return _FRAME_BYTES + len(frame.body)
     if isinstance(frame, reward_frames.WorkerAnswered) and isinstance(frame.said, reward_frames.JobDone):

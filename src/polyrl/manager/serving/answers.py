@@ -101,7 +101,7 @@ class Answers:
         self._is_left = True
         groups = [one.group for one in self._questions if one.closed is None]
         if groups:
-            why = self._closing or "whoever asked is gone"
+            why = self._closing or "the client is gone"
             self._service.post(lambda lobby: [asking.withdraw(lobby, one, why) for one in groups])
 
     async def pieces(self) -> AsyncIterator[Pieces]:
@@ -129,7 +129,7 @@ class Answers:
 
     def _check(self) -> None:
         if self._is_gone():
-            raise ConnectionResetError("whoever asked hung up")
+            raise ConnectionResetError("the client hung up")
         if self._closing:
             raise AskError(503, self._closing, code="closing")
         for question in self._questions:

@@ -40,7 +40,7 @@ def check_that_it_can_be_emulated(scenario: Scenario) -> None:
     reasons = (
         (scenario.parallelism.enabled, "parallelism.enabled: an emulated engine has no width"),
         (scenario.has_environments, "environments: its episodes need hosts"),
-        (scenario.fleet.is_held, "fleet.held_by_advice: nobody asks for workers here"),
+        (scenario.fleet.is_held, "fleet.held_by_advice: workers are not asked for here"),
         (scenario.faults.partitions_per_hour > 0, "faults.partitions_per_hour: loopback is not cut here"),
         (scenario.faults.late_s > 0 or scenario.faults.repeat_share > 0, "faults: news is not late or repeated here"),
         (scenario.trainer.filter_equal, "trainer.filter_equal: this trainer rejects no group"),
@@ -87,6 +87,12 @@ def _patient(rules: FleetRules, scale: Scale) -> FleetRules:
         heartbeat_timeout_s=max(LEAST_HEARTBEAT_TIMEOUT_S, rules.heartbeat_timeout_s / scale.speedup),
         leave_margin_s=rules.leave_margin_s / scale.speedup,
     )
+
+
+def as_patient(scale: Scale) -> tuple[str, ...]:
+    """Return overrides with which a simulation misses a dead worker as late as the scaled run does."""
+    seconds = max(FleetRules().heartbeat_timeout_s, LEAST_HEARTBEAT_TIMEOUT_S * scale.speedup)
+    return (f"fleet_rules.heartbeat_timeout_s={seconds:g}",)
 
 
 def manager_settings(scenario: Scenario, scale: Scale) -> ManagerSettings:

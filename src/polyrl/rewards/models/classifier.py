@@ -140,13 +140,21 @@ def _sigmoid(value: float) -> float:
 
 
 def without(text: str, tokens: Sequence[str]) -> str:
-    """Return a text in which none of these occurs, not even after others were taken out."""
-    before = None
-    while text != before:
-        before = text
-        for one in tokens:
-            text = text.replace(one, "")
-    return text
+    """Return a text in which none of these occurs, not even after others were taken out.
+
+    One pass: an answer may nest them, each to be found when the one within it is gone.
+    """
+    if not any(one in text for one in tokens):
+        return text
+    known, kept = frozenset(tokens), list[str]()
+    ends, lengths = {one[-1] for one in tokens}, sorted({len(one) for one in tokens}, reverse=True)
+    for letter in text:
+        kept.append(letter)
+        if letter in ends:
+            tail = "".join(kept[-lengths[0] :])
+            found = next((num for num in lengths if num <= len(tail) and tail[-num:] in known), 0)
+            del kept[len(kept) - found :]
+    return "".join(kept)
 
 
 def prompt_of(given: RewardInput, key: str) -> str | list[_Message]:

@@ -5,13 +5,13 @@ numbers and nothing that runs.
 """
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from polyrl.errors import one_line
+from polyrl.config.model_dir import read_object
+from polyrl.errors import ConfigError
 from polyrl.rewards.judging.questions import is_url
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive
 
@@ -97,10 +97,10 @@ def _check_folder(folder: Path, label: int | str, form: str) -> None:
     if missing:
         raise ValueError(f"path: needs {missing[0]}, which is not installed: pip install 'polyrl[train]'")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kinds = config.get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"path: {folder}: no config.json can be read there: {one_line(error)}") from error
+        config = read_object(folder, "config.json")
+    except ConfigError as error:
+        raise ValueError(f"path: {error}") from error
+    kinds = config.get("architectures") or []
     if kinds and not any(str(one).endswith(_KIND) for one in kinds):
         raise ValueError(f"path: {folder} is of {kinds[0]}, expected one that ends with {_KIND}")
     if not any(folder.glob("*.safetensors")):

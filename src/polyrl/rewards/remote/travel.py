@@ -14,7 +14,7 @@ from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError, PolyrlError, one_line, plain, shorten
 from polyrl.rewards.groups import make_group, take_apart
 from polyrl.rewards.line import RewardCall, ScoredReply
-from polyrl.rewards.messages import FunctionRequest, GroupScored, RewardScored
+from polyrl.rewards.messages import FunctionRequest, GroupScored, RewardScored, pack_plain, read_extension
 from polyrl.rewards.reward import Reward, RewardFailed, RewardStops, RewardTimedOut, RewardUnavailable, check_value
 
 _MAX_S = 1e9
@@ -48,7 +48,7 @@ class BadResult(PolyrlError):
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
-_decode_call = msgspec.msgpack.Decoder(FunctionRequest).decode
+_decode_call = msgspec.msgpack.Decoder(FunctionRequest, ext_hook=read_extension).decode
 _decode_terms = msgspec.msgpack.Decoder(RewardTerms).decode
 _decode_result = msgspec.msgpack.Decoder(RewardScored | GroupScored | _TravellingFailure).decode
 
@@ -68,10 +68,9 @@ def read_terms(body: bytes) -> RewardTerms:
 def pack_call(call: RewardCall) -> bytes:
     """Encode a job. Raises RewardFailed for a row that is no plain data."""
     given, answers = take_apart(call.given)
+    request = FunctionRequest(b"", "reward", call.function, call.arguments, given, call.timeout_s, answers=answers)
     try:
-        return _encoder.encode(
-            FunctionRequest(b"", "reward", call.function, call.arguments, given, call.timeout_s, answers=answers)
-        )
+        return pack_plain(request, _encoder)
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
 

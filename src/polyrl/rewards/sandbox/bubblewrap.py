@@ -26,7 +26,7 @@ _FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
 """Without `zero`: mapped and shared, it is memory that no limit counts."""
 _PROGRAM_ID, _OUTSIDE_ID = 1000, 65534
-"""The program's user inside, and outside if root starts the sandbox: nobody."""
+"""The program's user inside, and outside if root starts the sandbox: the user `nobody`."""
 _NAMESPACES = ("user", "pid", "net", "ipc", "uts")
 _START = (
     f"import sys; sys.path.insert(0, {CODE!r}); from {_INSIDE.replace('/', '.')} import zygote; "

@@ -3,7 +3,7 @@
 Rules kept here: a program that is not done in its time is slow, and slow is wrong. The machine is to blame only if the
 program has hardly run: less than a tenth of that time is its own. Its own time is what it computed, or the time for
 which it was not waiting for a core, whichever is more: threads of its own that wait for each other do not excuse it.
-Nor does a sandbox that it has broken: of such a run nothing is known, and its time counts as nobody's.
+Nor does a sandbox that it has broken: the time of such a run is unknown, and is not counted.
 """
 
 import math

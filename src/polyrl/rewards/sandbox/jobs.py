@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.config.rewards import wall_limit_s
-from polyrl.errors import plain, shorten
+from polyrl.errors import UserError, plain, shorten
 from polyrl.rewards.sandbox.bubblewrap import PACKAGES
 from polyrl.rewards.sandbox.comparing import is_raised, read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import values
+from polyrl.rewards.sandbox.inside.frames import MAX_JOB_BYTES
 from polyrl.rewards.sandbox.inside.watching import Bounds
 from polyrl.rewards.sandbox.languages import BINARY, Language, compiler, start
 from polyrl.rewards.sandbox.program import (
@@ -32,6 +33,9 @@ from polyrl.rewards.sandbox.slot import RunResult, SandboxJob
 
 TESTS_FILE = "test_solution.py"
 _MAX_BINARY_BYTES = 32 << 20
+_MAX_CASE_BYTES = MAX_JOB_BYTES - _MAX_BINARY_BYTES - (2 << 20)
+_WORDS_OF_A_VALUE = 4
+"""A tuple takes more to describe than the list that is expected."""
 _BUSY = 3.0
 """How many times its wall limit a program may take while it waits for a core, which is not its fault."""
 _COMPILE_S, _COMPILE_MEMORY = 10.0, 1 << 30
@@ -65,17 +69,41 @@ def run_job(
             argv = start(language)
             header |= {"mode": "exec" if argv else "script", "argv": argv}
         case CallCase():
-            called = {"args": values.encode(case.args), "kwargs": values.encode(case.kwargs)}
-            header |= {"mode": "call", "function": case.function, **called}
+            given = values.to_bytes({"args": values.encode(case.args), "kwargs": values.encode(case.kwargs)})
+            header |= {"mode": "call", "function": case.function}
         case PytestCase():
             header |= {"mode": "tests", "packages": PACKAGES}
             tests = ({"files": [TESTS_FILE]}, [case.source.encode()])
         case _:
             assert_never(case)
+    _check_size(given if tests is None else tests[1][0])
     header |= {"files": files, "memory_bytes": limits.memory_mb << 20}
     cpu_s = limits.cpu_s if program.cpu_s is None else min(program.cpu_s, limits.cpu_s)
     wall_s = limits.wall_limit_s if program.cpu_s is None else min(wall_limit_s(cpu_s), limits.wall_limit_s)
-    return _job(header, [given, *pieces], limits, cpu_s, wall_s)._replace(tests=tests)
+    job = _job(header, [given, *pieces], limits, cpu_s, wall_s)
+    output_bytes, value_bytes = _expected_bytes(case)
+    return job._replace(
+        tests=tests, output_bytes=job.output_bytes + output_bytes, value_bytes=job.value_bytes + value_bytes
+    )
+
+
+def _check_size(said: bytes) -> None:
+    """Raise UserError for a case that is too large to be sent, whatever the program is: that is no fault of its own."""
+    if len(said) > _MAX_CASE_BYTES:
+        raise UserError(f"a case of {len(said):,} bytes, expected at most {_MAX_CASE_BYTES:,}")
+
+
+def _expected_bytes(case: Case) -> tuple[int, int]:
+    """Return about how many bytes of output, and of a value, are expected: a right program may write them."""
+    match case:
+        case InputCase():
+            return len(case.output.encode()), 0
+        case CallCase():
+            return 0, _WORDS_OF_A_VALUE * len(values.to_bytes(values.encode(case.value)))
+        case PytestCase():
+            return 0, 0
+        case _:
+            assert_never(case)
 
 
 def _job(header: dict[str, Any], pieces: list[bytes], limits: SandboxLimits, cpu_s: float, wall_s: float) -> SandboxJob:
@@ -172,7 +200,7 @@ def _read_report(said: bytes) -> tuple[Outcome, str]:
     """Read how tests went. They ran in a process without a line of the program's code."""
     try:
         report = msgspec.json.decode(said, type=_Report)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "failed", "the tests did not come to their end"
     if report.code == 0 and report.passed and not report.failed:
         return "passed", ""

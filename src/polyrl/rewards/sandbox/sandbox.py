@@ -112,7 +112,7 @@ class Sandbox:
         await self.pool.close()
 
     async def run(self, program: Program) -> Verdict:
-        """Run a program's cases until one does not pass. Raises UserError if its compiler is missing."""
+        """Run a program's cases until one does not pass. Raises UserError: no compiler, or a large case."""
         num, language = len(program.cases), find_language(program.language)
         refused = jobs.refusal(program, language, self.limits)
         if language is None or refused:

@@ -119,7 +119,7 @@ def read_cases(given: RewardInput, name: str) -> tuple[Case, ...]:
     try:
         listed = msgspec.json.decode(said) if isinstance(said, str | bytes) else said
         cases = tuple(_read_case(one) for one in listed)
-    except (msgspec.DecodeError, msgspec.ValidationError, TypeError, ValueError) as error:
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise RewardFailed(f"the row's {name}: {error}") from error
     if not cases:
         raise RewardFailed(f"the row's {name}: is empty, expected at least one case")
@@ -131,6 +131,8 @@ def _read_case(said: Any) -> Case:
         raise ValueError(f"a {type(said).__name__}, expected an object with input, function or pytest")
     if "pytest" in said:
         return msgspec.convert({"source": said["pytest"]}, _Pytest).case
+    if "function" in said and not said.keys() & {"value", "raises"}:  # a misspelled one would have None expected
+        raise ValueError(f"a call of {said['function']!r} without the `value` that it returns, or what it `raises`")
     kind = CallCase if "function" in said else InputCase
     tag = kind.__struct_config__.tag
     return msgspec.convert({"type": tag, **said}, kind)

@@ -8,6 +8,7 @@ family alone: an empty network namespace has no interfaces, but vsock, netlink a
 
 import platform
 import struct
+from collections.abc import Mapping
 
 from polyrl.errors import UserError
 
@@ -53,17 +54,27 @@ _NAMESPACES: dict[str, tuple[int | None, int | None]] = {
     "sethostname": (170, 161), "setdomainname": (171, 162),
 }  # fmt: skip
 """The calls that the zygote needs to set a program's namespaces up, and that the program is refused."""
+_NOTHING_TO_DO: dict[str, tuple[int, int]] = {
+    "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84), "msync": (26, 227),
+}  # fmt: skip
+"""Calls that return 0 and do nothing. A program's own files lie in memory; for the system's, which it can only read,
+they would have the machine write its disk, and wait for it where no kill interrupts."""
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _IOCTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29)
-_PRLIMIT, _SETRLIMIT, _SIGACTION = (302, 261), (160, 164), (13, 134)
+_PRLIMIT, _SETRLIMIT, _SIGACTION, _FCNTL, _PRCTL = (302, 261), (160, 164), (13, 134), (72, 25), (157, 167)
 _MMAP, _SETSOCKOPT = (9, 222), (54, 208)
 _LAST_KNOWN = 456
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020080
 """All CLONE_NEW* flags of clone(2)."""
 _RLIMIT_CORE = 4
-_AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
-_SIGCHLD, _MAP_SHARED, _MAP_ANONYMOUS = 17, 0x01, 0x20
+_AF_UNIX = 1
+_SIGCHLD, _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 17, 0x01, 0x20, 0x40000
+_PR_SCHED_CORE = 62
+"""Keeps others off the same core's second thread, which then idles: a way to slow them down, and to have no core."""
+_TYPING = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C}
+_WATCHES = {"F_SETLEASE": 1024, "F_NOTIFY": 1026}
+"""Of the machine's files: a lease holds up whoever opens a file to write."""
 _BUFFER_SIZES = {"SO_SNDBUF": 7, "SO_RCVBUF": 8, "SO_SNDBUFFORCE": 32, "SO_RCVBUFFORCE": 33}
 
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
@@ -93,21 +104,28 @@ def filter_for(*, is_program: bool, machine: str | None = None) -> bytes:
         number = numbers[index]
         if number is not None:
             program += _when(_EQUAL, number, _ERRNO | _EPERM)
-    if is_program:
-        program += _when(_EQUAL, _CLONE3[index], _ERRNO | _ENOSYS)  # its flags lie in memory, which no filter sees
-        program += _argument(_CLONE[index], _FIRST, _when(_ANY_BIT, _NEW_NAMESPACES, _ERRNO | _EPERM))
-        program += _argument(_SETRLIMIT[index], _FIRST, _when(_EQUAL, _RLIMIT_CORE, _ERRNO | _EPERM))
-        program += _argument(_PRLIMIT[index], _SECOND, _sets(_RLIMIT_CORE, _THIRD))
-        program += _argument(_SIGACTION[index], _FIRST, _sets(_SIGCHLD, _SECOND))
-        program += _argument(_MMAP[index], _FOURTH, _SHARED_BY_NOBODY)
-        sizes = [one for number in _BUFFER_SIZES.values() for one in _when(_EQUAL, number, _ERRNO | _EPERM)]
-        program += _argument(_SETSOCKOPT[index], _THIRD, sizes)
+    program += _of_programs(index) if is_program else []
     for family in (_SOCKET, _SOCKETPAIR):
         program += _argument(family[index], _FIRST, _unless(_EQUAL, _AF_UNIX, _ERRNO | _EAFNOSUPPORT))
-    typing = [*_when(_EQUAL, _TIOCSTI, _ERRNO | _EPERM), *_when(_EQUAL, _TIOCLINUX, _ERRNO | _EPERM)]
-    program += _argument(_IOCTL[index], _SECOND, typing)
+    program += _argument(_IOCTL[index], _SECOND, _one_of(_TYPING, _ERRNO | _EPERM))
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *one) for one in program)
+
+
+def _of_programs(index: int) -> list[_Instruction]:
+    """Return what programs are refused beyond the zygote, by the arguments of calls."""
+    refused = _ERRNO | _EPERM
+    program = _when(_EQUAL, _CLONE3[index], _ERRNO | _ENOSYS)  # its flags lie in memory, which no filter sees
+    for numbers in _NOTHING_TO_DO.values():
+        program += _when(_EQUAL, numbers[index], _ERRNO)
+    program += _argument(_CLONE[index], _FIRST, _when(_ANY_BIT, _NEW_NAMESPACES, refused))
+    program += _argument(_SETRLIMIT[index], _FIRST, _when(_EQUAL, _RLIMIT_CORE, refused))
+    program += _argument(_PRLIMIT[index], _SECOND, _sets(_RLIMIT_CORE, _THIRD))
+    program += _argument(_SIGACTION[index], _FIRST, _sets(_SIGCHLD, _SECOND))
+    program += _argument(_MMAP[index], _FOURTH, [*_when(_ANY_BIT, _MAP_HUGETLB, refused), *_SHARED_BY_NOBODY])
+    program += _argument(_SETSOCKOPT[index], _THIRD, _one_of(_BUFFER_SIZES, refused))
+    program += _argument(_FCNTL[index], _SECOND, _one_of(_WATCHES, refused))
+    return program + _argument(_PRCTL[index], _FIRST, _when(_EQUAL, _PR_SCHED_CORE, refused))
 
 
 _SHARED_BY_NOBODY: list[_Instruction] = [
@@ -137,6 +155,10 @@ def _sets(which: int, new: int) -> list[_Instruction]:
 
 def _when(test: int, value: int, verdict: int) -> list[_Instruction]:
     return [(test, 0, 1, value), (_RETURN, 0, 0, verdict)]
+
+
+def _one_of(values: Mapping[str, int], verdict: int) -> list[_Instruction]:
+    return [one for value in values.values() for one in _when(_EQUAL, value, verdict)]
 
 
 def _unless(test: int, value: int, verdict: int) -> list[_Instruction]:

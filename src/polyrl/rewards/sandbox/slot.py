@@ -171,7 +171,7 @@ class Slot:
                 await loop.sock_sendall(line, frames.pack(*job.tests))
         said = await loop.sock_recv(self._control, MESSAGE_BYTES)
         if said[:NONCE_BYTES] != nonce or len(said) != NONCE_BYTES + ENDED.size:
-            raise SlotBroke(self._complaint("the sandbox answered what nobody asked"))
+            raise SlotBroke(self._complaint("the sandbox sent an answer without a request"))
         reason, status, *times = ENDED.unpack(said[NONCE_BYTES:])
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             if failure := line.recv(1000):

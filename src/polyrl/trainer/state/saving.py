@@ -194,7 +194,7 @@ class Saver:
         if self._newest < self._next_step:
             await self._checkpoint()
         await self._written()
-        with _disk(f"{self._run_dir}: what nobody needs any more cannot be removed"):
+        with _disk(f"{self._run_dir}: an old checkpoint or log cannot be removed"):
             await asyncio.to_thread(tidy, self._run_dir, self._rules.keep)  # another step may be the best since
 
     async def failed(self) -> None:

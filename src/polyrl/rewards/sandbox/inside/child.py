@@ -37,6 +37,8 @@ def run(given: list[int], settings: dict[str, Any]) -> NoReturn:
     os.dup2(given[0], _LINE_FD, inheritable=False)
     try:
         job, pieces = _read_job()
+        if job["mode"] == "call":  # the program's own standard input is empty
+            job["called"], pieces[0] = pieces[0], b""
         settings = {**settings, "disk_bytes": settings["disk_bytes"] + len(pieces[0])}
         if settings["is_unsafe"]:
             settings["home"] = f"{settings['home']}/{os.getpid()}"
@@ -299,8 +301,9 @@ def _call(job: dict[str, Any]) -> None:
     """Call a function of the program, and write its value to the channel of values."""
     os.set_inheritable(VALUE_FD, False)
     module = _load(values.PROGRAM, job["files"][0])
+    called = values.from_bytes(job["called"])
     try:
-        value = _find(module, job["function"])(*values.decode(job["args"]), **values.decode(job["kwargs"]))
+        value = _find(module, job["function"])(*values.decode(called["args"]), **values.decode(called["kwargs"]))
         if isinstance(value, types.CoroutineType):
             import asyncio
 
