@@ -31,7 +31,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.disk import write_whole
 from polyrl.errors import PolyrlError, UserError
 from polyrl.providers.local import LocalProvider
-from polyrl.providers.market import Market, MarketOffer
+from polyrl.providers.market import MarketOffer, PricedProvider
 from polyrl.providers.provider import HeldWorker, Provider, ProviderError, WorkerOrder
 from polyrl.providers.registry import make_provider, run_of
 from polyrl.run.connecting import dialer
@@ -191,7 +191,7 @@ class FleetKeeper:
 
     async def hear_offer(self) -> None:
         """Ask the provider what its market offers, if it has one. Raises ProviderError."""
-        if isinstance(self.provider, Market):
+        if isinstance(self.provider, PricedProvider):
             self.offer = await self.provider.offer()
 
     async def start_missing(self, say: Say) -> int:
