@@ -189,10 +189,13 @@ class FleetKeeper:
             (name for name, one in self.held.items() if one.is_there), key=lambda name: (len(name), name)
         )
 
-    async def hear_offer(self) -> None:
-        """Ask the provider what its market offers, if it has one. Raises ProviderError."""
+    async def hear_offer(self, say: Say) -> None:
+        """Ask the provider what its market offers, if it has one. Where it cannot say, its last offer stands."""
         if isinstance(self.provider, PricedProvider):
-            self.offer = await self.provider.offer()
+            try:
+                self.offer = await self.provider.offer()
+            except ProviderError as error:
+                self._complain(str(error), say)
 
     async def start_missing(self, say: Say) -> int:
         """Start the workers that should be there and are not, as long as more are offered. Returns how many were
@@ -282,7 +285,7 @@ class FleetKeeper:
         if self._is_reshaping:
             return
         try:
-            await self.hear_offer()
+            await self.hear_offer(say)
             self.held = await self.provider.held()
         except ProviderError as error:
             self._complain(str(error), say)
@@ -381,8 +384,8 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
         write_wanted(run_dir, None)  # a run that starts wants what its recipe says
         keeper = make_keeper(recipe, run_dir, address)
         try:
+            await keeper.hear_offer(lambda line: log.warning("%s", line))
             with contextlib.suppress(ProviderError):  # said when it is tried again
-                await keeper.hear_offer()
                 await keeper.adopt()
             goes = keeper.aim(keeper.wanted())
             await keeper.start_missing(lambda line: log.warning("%s", line))
