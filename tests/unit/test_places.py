@@ -66,6 +66,18 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path, monkeypatch: pyt
     )
 
 
+def test_a_model_that_shipped_recipes_begin_with_is_not_asked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A first try without the model ended with five lines of the hub's client about a connection."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        places.local_model("models/arithmetic", "model.path", Fetching(tmp_path))
+    assert str(error.value) == (
+        "model.path: models/arithmetic: not here; `polyrl data model arithmetic --out models/arithmetic` makes it"
+    )
+
+
 def test_others_are_told_the_name_and_not_where_it_lies_here():
     snapshot = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/{'a' * 40}"
     assert places.shown_model(snapshot) == "Qwen/Qwen3-0.6B"

@@ -7,16 +7,13 @@ import time
 from pathlib import Path
 
 from polyrl.cli.parser import Actions, CliAction, add_action
+from polyrl.config.places import STARTERS
 from polyrl.errors import UserError
 
 ACTIONS: Actions = {
     "prepare": CliAction("openr1|gsm8k|FILE", "write a data set as JSON lines"),
-    "model": CliAction(
-        "arithmetic|code|calculator|treasure|frozenlake", "make a small model that a recipe of this name starts from"
-    ),
+    "model": CliAction("|".join(STARTERS), "make a small model that a recipe of this name starts from"),
 }
-
-MODELS = ("arithmetic", "code", "calculator", "treasure", "frozenlake")
 
 EXAMPLE = """\
   polyrl data model arithmetic --out models/arithmetic
@@ -56,9 +53,9 @@ def _prepare(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> int:
     from polyrl.engines import registry
 
-    if args.what not in MODELS:
+    if args.what not in STARTERS:
         hint = "; examples/smollm2.py, in a checkout, makes that one" if args.what == "smollm2" else ""
-        raise UserError(f"data model: got {args.what!r}, expected {', '.join(MODELS[:-1])} or {MODELS[-1]}{hint}")
+        raise UserError(f"data model: got {args.what!r}, expected {', '.join(STARTERS[:-1])} or {STARTERS[-1]}{hint}")
     if args.seed < 0:
         raise UserError(f"--seed: got {args.seed}, expected 0 or more")
     registry.check_libraries()

@@ -27,6 +27,9 @@ RepoKind = Literal["model", "dataset"]
 FetchFiles = Callable[[str, RepoKind, Sequence[str]], str]
 """From a name, and patterns of its files, to the directory that has them."""
 
+STARTERS = ("arithmetic", "code", "calculator", "treasure", "frozenlake")
+"""Models that `polyrl data model` makes. Shipped recipes look for them in `models/`."""
+
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<below>(/[\w.-]+)*)")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -45,6 +48,8 @@ def local_model(path: str, key: str, fetch: FetchFiles = download) -> str:
     found = _NAME.fullmatch(path)
     if found is None or found["below"] or _is_here(path):
         return path
+    if path in [f"models/{name}" for name in STARTERS]:
+        raise ConfigError(f"{key}: {path}: not here; `polyrl data model {Path(path).name} --out {path}` makes it")
     return _fetched(path, key, lambda: fetch(path, "model", _MODEL_FILES))
 
 
