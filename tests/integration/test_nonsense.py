@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.properties.hostile import random_config
 
+from polyrl.errors import NOT_DATA
 from polyrl.ids import WorkerName
 from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
@@ -161,7 +162,7 @@ def damaged(draw: st.DrawFn, kinds: st.SearchStrategy[Any]) -> bytes:
 def test_a_workers_bytes_are_a_frame_or_are_refused(raw: bytes):
     try:
         frame = frames.decode_from_worker(raw)
-    except frames.NO_FRAME:
+    except NOT_DATA:
         return
     if isinstance(frame, frames.NewTokens):
         check_columns(frame)
@@ -172,7 +173,7 @@ def test_a_workers_bytes_are_a_frame_or_are_refused(raw: bytes):
 def test_a_trainers_bytes_are_a_frame_or_are_refused(raw: bytes):
     try:
         frames.decode_from_trainer(raw)
-    except frames.NO_FRAME:
+    except NOT_DATA:
         return
 
 
@@ -200,7 +201,7 @@ def check_columns(frame: frames.NewTokens) -> None:
 @pytest.mark.parametrize("depth", [50, 5_000, 500_000])
 def test_nesting_without_end_is_refused(depth: int):
     report = frames.encode(frames.Report(0, 0, 0.0, 0, 0.0))
-    with pytest.raises(frames.NO_FRAME):
+    with pytest.raises(NOT_DATA):
         frames.decode_from_worker(bytes([report[0] + 1]) + report[1:] + b"\x91" * depth)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrl.errors import NOT_DATA
 from polyrl.wire import frames
 from polyrl.wire.columns import (
     ANY_VOCABULARY,
@@ -202,7 +203,7 @@ def test_a_frame_of_tokens_has_nothing_in_it_that_nobody_reads(place: tuple[int,
     for index in place:
         grown = grown[index]
     grown.append(b"\0" * 1000)
-    with pytest.raises(frames.NO_FRAME):
+    with pytest.raises(NOT_DATA):
         frames.decode_from_worker(msgspec.msgpack.encode(said))
 
 

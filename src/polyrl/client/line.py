@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from polyrl.errors import UserError
+from polyrl.errors import NOT_DATA, UserError
 from polyrl.wire import frames
 from polyrl.wire.dial import Dialer, Patience, SessionOver, Starting, Unreachable, pauses
 
@@ -110,7 +110,7 @@ class Line:
     def _decode(self, data: bytes) -> frames.ToTrainer:
         try:
             return frames.decode_to_trainer(data)
-        except frames.NO_FRAME as error:
+        except NOT_DATA as error:
             raise UserError(f"{self._dialer.url}: what it sent is no frame of this PolyRL: {error}") from error
 
     def _acknowledge(self, number: int) -> None:

@@ -19,7 +19,7 @@ from polyrl.dashboard import alarms, waiting
 from polyrl.dashboard.curves import Curves
 from polyrl.dashboard.following import Follower
 from polyrl.dashboard.rollouts import Rollouts
-from polyrl.errors import PolyrlError, UserError
+from polyrl.errors import NOT_DATA, PolyrlError, UserError
 from polyrl.ids import parse_sample
 from polyrl.journal.files import LIVE_FOLDER, find_begun, open_journals
 from polyrl.journal.story import UnknownSample, tell_story
@@ -327,5 +327,5 @@ def read_status(line: bytes) -> Status | None:
     """Return the state in a line of the manager's; None if it is none."""
     try:
         return msgspec.json.decode(line, type=Status)
-    except msgspec.DecodeError:
+    except NOT_DATA:
         return None

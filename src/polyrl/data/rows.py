@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polyrl.config.plugins import find, is_own, with_arguments
-from polyrl.errors import UserError, one_line
+from polyrl.errors import NOT_DATA, UserError, one_line
 
 Fields = dict[str, Any]
 KINDS = "a .jsonl, .json, .csv or .parquet file, or a directory of them or saved by `datasets`"
@@ -112,7 +112,7 @@ def _read_array(path: Path) -> Iterator[Row]:
         return
     try:
         rows = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DATA as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     for number, fields in enumerate(rows, start=1):
         place = f"{path}: row {number}"
@@ -155,7 +155,7 @@ def _read_lines(path: Path) -> Iterator[Row]:
                 place = f"{path}:{number}"
                 try:
                     fields = decoder.decode(line.removeprefix(BOM_UTF8) if number == 1 else line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                except NOT_DATA as error:
                     raise DataError(f"{place}: not JSON: {error}") from error
                 if not isinstance(fields, dict):
                     raise DataError(f"{place}: got {kind_of(fields)}, expected an object with a prompt")

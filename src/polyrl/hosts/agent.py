@@ -20,10 +20,9 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
-import msgspec
 from msgspec import structs
 
-from polyrl.errors import UserError, one_line
+from polyrl.errors import NOT_DATA, UserError, one_line
 from polyrl.hosts.beside import LoopWatch, run_in
 from polyrl.hosts.episode import (
     MAX_WHY,
@@ -327,7 +326,7 @@ class HostAgent:
             return  # said twice
         try:
             episode = PlayedEpisode(self, order, play)
-        except msgspec.DecodeError as error:
+        except NOT_DATA as error:
             self._end(key, _failed(key, 0, f"its task is not a row of JSON: {error}"))
             return
         self._playing[key] = episode, asyncio.create_task(self._play(episode))
@@ -379,5 +378,5 @@ def _with_turns(end: EpisodeEnd) -> dict[str, float]:
 def _decode(url: str, data: bytes) -> host_frames.ToHost:
     try:
         return host_frames.decode_to_host(data)
-    except frames.NO_FRAME as error:
+    except NOT_DATA as error:
         raise UserError(f"{url}: what it sent is no frame of this PolyRL: {error}") from error

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from polyrl.errors import PolyrlError, plain, shorten
+from polyrl.errors import NOT_DATA, PolyrlError, plain, shorten
 from polyrl.hosts.episode import CallLimits
 from polyrl.wire.frames import Sampling
 
@@ -138,7 +138,7 @@ def read_body(raw: bytes, kind: type[Body]) -> Body:
             if whole == raw:
                 raise
             return msgspec.json.decode(whole, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DATA as error:
         raise FrontRefusal(f"the body cannot be read: {error}") from error
 
 

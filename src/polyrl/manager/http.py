@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from polyrl.disk import write_whole
-from polyrl.errors import Refused, UserError
+from polyrl.errors import NOT_DATA, Refused, UserError
 from polyrl.manager import asking, opening
 from polyrl.manager.dashboard import Dashboard
 from polyrl.manager.peers.door import Connection, Door, Handshake
@@ -212,7 +212,7 @@ class Front:
             raise BadRequest(408, "slow", "the body did not come in time") from failure
         try:
             return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failure:
+        except NOT_DATA as failure:
             raise BadRequest(400, "body", f"the body is not what was expected: {failure}") from failure
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from polyrl.errors import plain, shorten
+from polyrl.errors import NOT_DATA, plain, shorten
 from polyrl.rewards.retrying import BadQuestion, TryAgain
 from polyrl.rewards.reward import RewardStops
 
@@ -128,7 +128,7 @@ async def _bounded(reply: aiohttp.ClientResponse) -> bytes:
 def _decode(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DATA as error:
         raise TryAgain("a reply that is no JSON") from error
 
 
@@ -137,7 +137,7 @@ def _said(raw: bytes) -> tuple[str, str]:
     text = raw[:_CHUNK_BYTES].decode(errors="replace")
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_DATA:
         return text, ""
     inner = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     if isinstance(inner, dict):

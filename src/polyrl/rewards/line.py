@@ -21,10 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-import msgspec
-
 from polyrl.config.rewards import wall_limit_s
-from polyrl.errors import one_line
+from polyrl.errors import NOT_DATA, one_line
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.groups import RewardGroup, take_apart
 from polyrl.rewards.messages import (
@@ -305,7 +303,7 @@ class RewardProcess(asyncio.Protocol):
                 self._hear(decode_reply(body))
                 if self._broken:
                     return
-        except (TooLarge, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (TooLarge, *NOT_DATA) as error:
             self._break(f"its process said what is no reply: {one_line(error)}")
             return
         if self._buffer and not self._waiting:

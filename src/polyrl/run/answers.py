@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from polyrl.config.recipe import Recipe
 from polyrl.data.prompts import Task, expected_of, to_task
 from polyrl.data.rows import Row
-from polyrl.errors import PolyrlError, UserError
+from polyrl.errors import NOT_DATA, PolyrlError, UserError
 from polyrl.rewards.groups import AnswerFacts, make_group
 from polyrl.rewards.reward import CallText, Reward, RewardEpisode, RewardInput, needs_answer
 from polyrl.run.tasks import RecipeTasks, load_tasks
@@ -71,7 +71,7 @@ def read_answers(path: Path) -> list[tuple[int, AnswerLine]]:
 def _read(path: Path, number: int, line: bytes) -> AnswerLine:
     try:
         read = msgspec.json.decode(line, type=AnswerLine)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DATA as error:
         raise UserError(f"{path}:{number}: {error}") from error
     if (read.prompt is None) == (read.row is None):
         raise UserError(f"{path}:{number}: expected either `prompt`, a number, or `row`, the columns of a row")

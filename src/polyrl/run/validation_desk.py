@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from polyrl.engines.engine import EngineError
+from polyrl.errors import NOT_DATA
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt
 from polyrl.run.conversations import calls_of
 from polyrl.run.task_contract import Answered
@@ -240,7 +241,7 @@ class ValidationDesk:
                     break
                 self._heard_at = time.monotonic()
                 await self._hear(socket, host_frames.decode_from_host(message.data))
-        except frames.NO_FRAME as error:
+        except NOT_DATA as error:
             log.warning("host %s is cut off: not a frame: %s", self.name, error)
         finally:
             if self._socket is socket:

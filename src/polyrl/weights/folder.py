@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from polyrl.config.model_dir import read_or_nothing
 from polyrl.disk import whole_folder
-from polyrl.errors import UserError
+from polyrl.errors import NOT_DATA, UserError
 from polyrl.weights.chunks import View, bad_chunks, table_of
 from polyrl.weights.manifest import (
     DTYPE_BYTES,
@@ -271,7 +271,7 @@ def _scan_file(file: Path) -> Iterator[tuple[Spec, int]]:
             raw = msgspec.json.decode(opened.read(num_head_bytes), type=dict[str, msgspec.Raw])
             raw.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(one, type=_Entry) for name, one in raw.items()}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *NOT_DATA) as error:
         raise BadFolder(f"{file}: {error}") from error
     begin, end = _LENGTH.size + num_head_bytes, 0
     for name, one in sorted(entries.items(), key=lambda item: item[1].data_offsets):

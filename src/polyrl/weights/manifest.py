@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from polyrl.errors import NOT_DATA
 from polyrl.weights.chunks import ChunkTable
 
 FORMAT: Literal[1] = 1
@@ -303,7 +304,7 @@ def _decode(data: bytes | memoryview, kind: type[_Kind], digest: str | None) -> 
         raise WrongBytes(f"its digest is {_digest(data)[:16]}..., expected {digest[:16]}...")
     try:
         value = _DECODERS[kind].decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DATA as error:
         raise BadManifest(f"not a {kind.__name__}: {error}") from error
     if encode(value) != data:
         raise BadManifest("its bytes are not the canonical ones")

@@ -30,6 +30,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from polyrl.errors import NOT_DATA
 from polyrl.weights.chunks import MAX_BLOB_BYTES, MAX_CHUNK_BYTES
 
 MAGIC = b"PRLW"
@@ -241,7 +242,6 @@ class Catalog(Struct, frozen=True, array_like=True):
     """The deltas that are being made, as (base, target)."""
 
 
-_NO_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CATALOGS = msgspec.msgpack.Decoder(Catalog)
 """Built once, at import: msgspec 0.22 crashes if two threads are the first to decode a type."""
 
@@ -276,7 +276,7 @@ def catalog_is(catalog: Catalog) -> bytes:
 def read_catalog(body: bytes) -> Catalog:
     try:
         return _CATALOGS.decode(body)
-    except _NO_DATA as error:
+    except NOT_DATA as error:
         raise ProtocolError(f"not a catalog: {error}") from error
 
 
@@ -301,7 +301,7 @@ def located(found: Located) -> bytes:
 def read_located(body: bytes) -> Located:
     try:
         return _LOCATED.decode(body)
-    except _NO_DATA as error:
+    except NOT_DATA as error:
         raise ProtocolError(f"not a place in memory: {error}") from error
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from polyrl.errors import UserError
+from polyrl.errors import NOT_DATA, UserError
 from polyrl.wire.control import READ_HEADER, SESSION_HEADER, Description, ErrorReply, other_protocol
 from polyrl.wire.credentials import bearer
 from polyrl.wire.frames import PROTOCOL
@@ -30,7 +30,6 @@ _PING_EVERY_S = 4.0
 """A stream on which nothing is answered for this long and half as long again is broken."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 StructT = TypeVar("StructT")
 
@@ -132,7 +131,7 @@ class Dialer:
             raise Unreachable(f"{self.url}: {said}; is that a PolyRL manager?") from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable(error) from error
-        except _NO_JSON as error:
+        except NOT_DATA as error:
             raise UserError(f"{self.url}{path}: not an answer of a PolyRL manager: {error}") from error
 
     async def stream(self, path: str, session: str, max_frame_bytes: int) -> aiohttp.ClientWebSocketResponse:
@@ -226,7 +225,7 @@ def _error_in(content: bytes) -> str | None:
     """Return a manager's reason for a refusal; None if the reply is not from a manager."""
     try:
         return msgspec.json.decode(content, type=ErrorReply).error
-    except _NO_JSON:
+    except NOT_DATA:
         return None
 
 

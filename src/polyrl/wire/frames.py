@@ -611,7 +611,6 @@ ToTrainer = (
 
 DecodeError = msgspec.DecodeError
 """Raised for bytes that are no frame; its subclass ValidationError is raised for a frame with a wrong field."""
-NO_FRAME = (DecodeError, UnicodeDecodeError, RecursionError)
 """All that decoding can raise: what a peer nests deeper than Python counts is no DecodeError."""
 
 encode = msgspec.msgpack.Encoder().encode

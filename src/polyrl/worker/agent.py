@@ -28,7 +28,7 @@ from msgspec import structs
 from polyrl.disk import write_whole
 from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job
 from polyrl.engines.finishing import finish
-from polyrl.errors import UserError, one_line
+from polyrl.errors import NOT_DATA, UserError, one_line
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames
@@ -404,7 +404,7 @@ class WorkerAgent:
                 break
             try:
                 frame = frames.decode_to_worker(message.data)
-            except frames.NO_FRAME as error:
+            except NOT_DATA as error:
                 raise UserError(f"{self._dialer.url}: what it sent is no frame of this PolyRL: {error}") from error
             await self._hear(frame)
         raise Unreachable("the connection to the manager broke")

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from polyrl.engines.engine import EngineError
+from polyrl.errors import NOT_DATA
 
 _CONNECT_S = 5.0
 _UNAUTHORIZED = 401
@@ -105,7 +106,7 @@ class Http:
             return None
         try:
             return _decode(raw)
-        except _NO_JSON as error:
+        except NOT_DATA as error:
             raise ServerAnswered(path, 200, f"no JSON: {error}") from error
 
     @asynccontextmanager
@@ -155,7 +156,7 @@ class EventStream(Generic[Part]):
             for line in lines:  # an event is one line in what these servers send
                 if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                     parts += self._decode(data)
-        except _NO_JSON as error:
+        except NOT_DATA as error:
             raise ServerAnswered(self._path, 200, f"an event that is no JSON: {error}") from error
         return parts
 
@@ -172,7 +173,7 @@ def _error_line(raw: bytes) -> str:
     text = raw.decode(errors="replace").strip()
     try:
         body = _decode(raw)
-    except _NO_JSON:
+    except NOT_DATA:
         body = None
     if isinstance(body, dict):
         inner = body.get("error", body.get("detail", body))

@@ -7,7 +7,7 @@ workers are there, and sends it again. Only the newest connection of the trainer
 import logging
 from typing import assert_never
 
-from polyrl.errors import plain
+from polyrl.errors import NOT_DATA, plain
 from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
@@ -23,7 +23,7 @@ def said(lobby: Lobby, session: DispatcherSession, link: Link, raw: bytes) -> No
     lobby.num_frames += 1
     try:
         frame = r.decode_from_dispatcher(raw)
-    except frames.NO_FRAME as error:
+    except NOT_DATA as error:
         _refuse(lobby, link, "frame", f"not a frame: {error}")
         return
     if isinstance(frame, r.DispatcherHello):

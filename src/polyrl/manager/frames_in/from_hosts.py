@@ -9,7 +9,7 @@ cut off and counted, and its episodes begin again elsewhere.
 import logging
 from typing import assert_never
 
-from polyrl.errors import Refused, plain
+from polyrl.errors import NOT_DATA, Refused, plain
 from polyrl.ids import SampleId, Seconds, show_sample
 from polyrl.manager import to_hosts
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt, num_received, prompt_of, remember_prompt
@@ -62,7 +62,7 @@ def lose_silent(lobby: Lobby, timeout_s: Seconds) -> None:
 def _hear(lobby: Lobby, session: HostSession, raw: bytes) -> None:
     try:
         frame = host_frames.decode_from_host(raw)
-    except frames.NO_FRAME as error:
+    except NOT_DATA as error:
         raise Refused("frame", f"not a frame: {error}") from error
     if not session.greeted and not isinstance(frame, host_frames.HostHello):
         raise Refused("order", f"a {type(frame).__name__} before a HostHello")

@@ -7,7 +7,7 @@ out of order, is sent away and counted; the trainer hears that it is gone, and s
 import time
 from typing import assert_never
 
-from polyrl.errors import Refused
+from polyrl.errors import NOT_DATA, Refused
 from polyrl.ids import WorkerName
 from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.frames_in.presence import is_present
@@ -34,7 +34,7 @@ def said(lobby: Lobby, session: RewardSession, link: Link, raw: bytes) -> None:
 def _hear(lobby: Lobby, session: RewardSession, raw: bytes) -> None:
     try:
         frame = r.decode_from_reward_worker(raw)
-    except frames.NO_FRAME as error:
+    except NOT_DATA as error:
         raise Refused("frame", f"not a frame: {error}") from error
     if session.greeted is isinstance(frame, r.RewardHello):
         raise Refused("order", f"a {type(frame).__name__} {'after' if session.greeted else 'before'} a RewardHello")

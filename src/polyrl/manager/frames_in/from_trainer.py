@@ -8,7 +8,7 @@ import logging
 import math
 from typing import assert_never
 
-from polyrl.errors import Refused
+from polyrl.errors import NOT_DATA, Refused
 from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
 from polyrl.manager import frames_out, to_hosts
 from polyrl.manager.frames_in.presence import is_present
@@ -45,7 +45,7 @@ def said(lobby: Lobby, session: TrainerSession, link: Link, raw: bytes) -> None:
 def _hear(run: Run, session: TrainerSession, raw: bytes) -> None:
     try:
         frame = frames.decode_from_trainer(raw)
-    except frames.NO_FRAME as error:
+    except NOT_DATA as error:
         raise Refused("frame", f"not a frame: {error}") from error
     if isinstance(frame, frames.TrainerHello):
         _greet(run, session)

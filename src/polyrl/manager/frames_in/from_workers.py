@@ -8,7 +8,7 @@ hears of an answer's end at once, and of progress and heartbeats when something 
 import logging
 from typing import assert_never
 
-from polyrl.errors import Refused, plain, shorten
+from polyrl.errors import NOT_DATA, Refused, plain, shorten
 from polyrl.ids import LeaseId, Seconds, Version
 from polyrl.manager import frames_out
 from polyrl.manager.frames_in import intake, joining
@@ -47,7 +47,7 @@ def said(lobby: Lobby, session: WorkerSession, link: Link, raw: bytes) -> None:
 def _hear(lobby: Lobby, session: WorkerSession, raw: bytes) -> None:
     try:
         frame = frames.decode_from_worker(raw)
-    except frames.NO_FRAME as error:
+    except NOT_DATA as error:
         raise Refused("frame", f"not a frame: {error}") from error
     if not session.greeted and not isinstance(frame, frames.Hello):
         raise Refused("order", f"a {type(frame).__name__}; expected a Hello first")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import psutil
 
-from polyrl.errors import ConfigError, PolyrlError, UserError, one_line
+from polyrl.errors import NOT_DATA, ConfigError, PolyrlError, UserError, one_line
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
@@ -331,5 +331,5 @@ def own_cpu_s() -> float:
 def _decode(url: str, data: bytes) -> r.ToRewardWorker:
     try:
         return r.decode_to_reward_worker(data)
-    except frames.NO_FRAME as error:
+    except NOT_DATA as error:
         raise UserError(f"{url}: what it sent is no frame of this PolyRL: {error}") from error

@@ -11,7 +11,7 @@ import logging
 
 import aiohttp
 
-from polyrl.errors import UserError
+from polyrl.errors import NOT_DATA, UserError
 from polyrl.rewards.remote.places import RemotePlaces
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
@@ -79,7 +79,7 @@ class Dispatcher:
     def _hear(self, data: bytes) -> None:
         try:
             frame = r.decode_to_dispatcher(data)
-        except frames.NO_FRAME as error:
+        except NOT_DATA as error:
             raise UserError(f"{self._dialer.url}: what it sent is no frame of this PolyRL: {error}") from error
         match frame:
             case r.RewardFleet():

@@ -11,14 +11,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.config.rewards import WeightedReward
-from polyrl.errors import ConfigError, PolyrlError, one_line, plain, shorten
+from polyrl.errors import NOT_DATA, ConfigError, PolyrlError, one_line, plain, shorten
 from polyrl.rewards.groups import make_group, take_apart
 from polyrl.rewards.line import RewardCall, ScoredReply
 from polyrl.rewards.messages import FunctionRequest, GroupScored, RewardScored, pack_plain, read_extension
 from polyrl.rewards.reward import Reward, RewardFailed, RewardStops, RewardTimedOut, RewardUnavailable, check_value
 
 _MAX_S = 1e9
-_NO_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class RewardTerms(Struct, frozen=True, kw_only=True):
@@ -61,7 +60,7 @@ def read_terms(body: bytes) -> RewardTerms:
     """Decode settings. Raises ConfigError for those of another PolyRL version."""
     try:
         return _decode_terms(body)
-    except _NO_DATA as error:
+    except NOT_DATA as error:
         raise ConfigError(f"the run's reward settings are not of this PolyRL: {error}") from error
 
 
@@ -79,7 +78,7 @@ def read_call(body: bytes) -> RewardCall:
     """Decode a job. Raises RewardFailed for one of another PolyRL version."""
     try:
         read = _decode_call(body)
-    except _NO_DATA as error:
+    except NOT_DATA as error:
         raise RewardFailed(f"the job is not of this PolyRL: {one_line(error)}") from error
     if read.given is None or not 0 < read.timeout_s <= _MAX_S:
         raise RewardFailed("the job is not of this PolyRL: it has no answer, or no time limit")
@@ -112,7 +111,7 @@ def read_result(call: RewardCall, body: bytes) -> ScoredReply | RewardFailed | R
     """
     try:
         read = _decode_result(body)
-    except _NO_DATA as error:
+    except NOT_DATA as error:
         raise BadResult(f"a result that is none: {one_line(error)}") from error
     if isinstance(read, _TravellingFailure):
         reason = shorten(plain(read.reason))

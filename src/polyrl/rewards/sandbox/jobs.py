@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.config.rewards import wall_limit_s
-from polyrl.errors import UserError, plain, shorten
+from polyrl.errors import NOT_DATA, UserError, plain, shorten
 from polyrl.rewards.sandbox.bubblewrap import PACKAGES
 from polyrl.rewards.sandbox.comparing import is_raised, read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import values
@@ -200,7 +200,7 @@ def _read_report(said: bytes) -> tuple[Outcome, str]:
     """Read how tests went. They ran in a process without a line of the program's code."""
     try:
         report = msgspec.json.decode(said, type=_Report)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_DATA:
         return "failed", "the tests did not come to their end"
     if report.code == 0 and report.passed and not report.failed:
         return "passed", ""
