@@ -22,6 +22,7 @@ from tests.telemetry.test_account import write_journal
 from tests.unit.test_cli_samples import write
 from yarl import URL
 
+from polyrl.cli.dash import newest_run
 from polyrl.cli.main import main
 from polyrl.dashboard.life import live_link
 from polyrl.dashboard.server import DashboardServer, serving, write_or_cut
@@ -192,6 +193,7 @@ def test_the_page_makes_no_markup_of_text_and_loads_nothing_from_elsewhere():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "RUN: missing, and runs has no run here; expected the directory of a run, or a journal"),
         (["nowhere"], "nowhere: there is no such file or directory; expected that of a run"),
         (["."], ".: there is no run; expected journal.bin of a simulation, or journal/events-*.bin of a live run"),
         ([".", "--port", "99999"], "--port: got 99999, expected one from 0 to 65535"),
@@ -207,6 +209,17 @@ def test_what_cannot_be_shown_is_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["dash", *arguments, "--no-browser"]) == 2
     assert capsys.readouterr().err == f"polyrl: error: {message}\n"
+
+
+def test_without_a_name_it_is_the_run_that_was_written_to_last(path: Path, tmp_path: Path):
+    journal = (path / FILE_NAME).read_bytes()
+    for name, at in (("a", 100.0), ("b", 300.0), ("c", 200.0)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / FILE_NAME).write_bytes(journal)
+        os.utime(tmp_path / "runs" / name / FILE_NAME, (at, at))
+    (tmp_path / "runs" / "no-run").mkdir()
+    (tmp_path / "runs" / "a-file").touch()
+    assert newest_run(tmp_path / "runs") == tmp_path / "runs" / "b"
 
 
 @pytest.mark.parametrize(

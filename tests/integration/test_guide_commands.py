@@ -25,17 +25,17 @@ SHORT = {
 """What is added to a command that does not say it itself."""
 
 PARSED_ONLY = {
-    r"(worker|manager|up|down|drain|status)\b": "needs a fleet meanwhile: tests/integration, tests/providers",
-    r"(demo|dash)\b": "takes minutes, or ends with Ctrl+C: tests/integration/test_demo.py, tests/web",
+    r"(worker|manager|up|down|drain|status)\b": "needs a fleet meanwhile: test_guide_scripts.py, tests/providers",
+    r"(demo|dash)\b": "takes minutes, or ends with Ctrl+C: test_demo.py, test_guide_scripts.py, tests/web",
     r"(generate|data prepare)\b": "a model, or a data set, of the reader's: tests/builtin, tests/data",
     r"env\b": "a person, a package, or another model: tests/hosts, make test-environments",
-    r"data model (code|calculator)": "minutes of a core; the same command as for arithmetic",
+    r"data model (code|calculator)": "minutes of a core: test_guide_scripts.py",
     r"train .*(--ranks|--nodes|engine=vllm|0\.0\.0\.0)": "several machines, devices or a server: tests/chaos",
     r"train .*(frozen-lake|smollm2)|train (code|calculator|agent\.toml)": "other models, packages: tests/environments",
     r"train mine\.toml lora": "as arithmetic-lora, with other layers: tests/trainer",
-    r"(samples|doctor|ledger) runs/agent": "of a run with a model that is left out",
-    r"simulate (.*supply\.trace|same\.toml)": "a trace, and a file, of the reader's own: tests/scenarios",
-    r"(simulate|plan) agent-tools|plan mine\.toml": "minutes of simulations: tests/scenarios, tests/unit",
+    r"(samples|doctor|ledger) runs/agent": "of a run with a model that is left out: test_guide_scripts.py",
+    r"simulate (.*supply\.trace|same\.toml)": "a trace, and a file, of the reader's own: test_guide_scripts.py",
+    r"(simulate|plan) agent-tools|plan mine\.toml": "minutes of simulations, shortened: test_guide_scripts.py",
 }
 MAKERS = ("data", "train", "simulate", "plan")
 """Commands that make what the others look at."""

@@ -1,36 +1,35 @@
-"""Guides that are one session in a shell, played from their first command to their last, as they stand.
+"""The commands of the guides, typed one after the other into a shell, as the pages stand: see guide_sessions.py."""
 
-Changed are the port, which may be taken; `make setup`, which is done; and sleeps, which wait three times as long as a
-reader does, since tests share their machine.
-"""
-
+import contextlib
 import os
-import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.integration.guide_sessions import SESSIONS, PlayedGuide, files, script
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-TYPED = re.compile(r"(make|polyrl|export|curl|kill|python|sleep|wait) ")
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 1200
+MODELS = ("arithmetic", "calculator", "code")
+"""Those that `polyrl data model` makes, in half a minute or more."""
 BEGIN = """
-trap 'kill $(jobs -p) 2>/dev/null; builtin wait' EXIT
+trap 'trap - ERR; kill $(jobs -p) 2>/dev/null; builtin wait' EXIT
+trap 'echo "ended with an error: $BASH_COMMAND" >&2' ERR
 sleep() { command sleep $((3 * $1)); }
+shows() { for _ in {1..100}; do polyrl status --run-dir $1 2>&1 | grep $2 && return; sleep 1; done; false; }
 """
+MAY_FAIL = ("wait ", "kill ", "timeout ", "grep -c ")
+"""What ends with the signal that something was stopped by, and a count that is 0 where a worker joined late."""
 
 
-def script(page: str, port: int) -> str:
-    """Return a page's session: what it shows as typed, and its Python after the commands above it."""
-    parts = [BEGIN]
-    for kind, text in BLOCK.findall((GUIDES / page).read_text(encoding="utf-8")):
-        if kind == "python":
-            parts.append(f"python - <<'END'\n{text}END\n")
-        elif not kind and TYPED.match(text):
-            parts.append(re.sub(r"^make setup.*$", "", text, flags=re.MULTILINE))
-    return "".join(parts).replace("5000", str(port)).replace("polyrl manager ", f"polyrl manager --port {port} ")
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that a session has made, for those after it."""
+    return tmp_path_factory.mktemp("models")
 
 
 def free_port() -> int:
@@ -39,16 +38,36 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(900)
-def test_the_guide_for_openais_clients_does_what_it_shows(tmp_path: Path):
-    ended = subprocess.run(
-        ["bash", "-c", script("serve.md", free_port())],
-        cwd=tmp_path, env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True, text=True, timeout=800, check=False,
+def typed_into_a_shell(text: str, folder: Path) -> tuple[str, str]:
+    """Return what was printed. All that was started ends with it, also where it takes too long."""
+    shell = subprocess.Popen(
+        ["bash", "-c", text],
+        cwd=folder,
+        env={**os.environ, "ROOT": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
-    assert ended.returncode == 0 and "Traceback" not in ended.stderr + str(logs), (ended.stdout, ended.stderr, logs)
-    assert '"text":"b5=8c4=12d2=14"' in ended.stdout, "what curl gets"
-    assert ended.stdout.rstrip().endswith("b5=8"), "what OpenAI's client gets"
-    assert "b5=8c4=12d2=14 stop 15\n" in ended.stdout
+    try:
+        return shell.communicate(timeout=PATIENCE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(PATIENCE_S + 60)
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda session: session.page)
+def test_a_guide_does_what_it_shows(session: PlayedGuide, models: Path, tmp_path: Path):
+    shutil.copytree(models, tmp_path / "models")
+    for name, text in files(session).items():
+        (tmp_path / name).write_text(text)
+    typed, refused = script(session, free_port())
+    stdout, stderr = typed_into_a_shell(BEGIN + typed, tmp_path)
+    for name in MODELS:
+        if (tmp_path / "models" / name).is_dir() and not (models / name).exists():
+            shutil.copytree(tmp_path / "models" / name, models / name)
+    logs = "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("*.log")))
+    failed = {line.partition(": ")[2] for line in stderr.splitlines() if line.startswith("ended with an error: ")}
+    assert {one for one in failed if not one.startswith(MAY_FAIL)} == refused, stderr + logs
+    assert "Traceback" not in stderr + logs, stderr + logs
+    assert [one for one in session.prints if one not in stdout] == [], stdout + stderr

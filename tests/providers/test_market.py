@@ -13,7 +13,7 @@ from polyrl.errors import ConfigError
 from polyrl.providers.command import CommandProvider
 from polyrl.providers.contract import ProviderContract, order_of
 from polyrl.providers.local import LocalProvider
-from polyrl.providers.market import Market, MarketOffer
+from polyrl.providers.market import MarketOffer, PricedProvider
 from polyrl.providers.provider import HeldWorker, Provider, ProviderError, ProviderRun
 from polyrl.providers.registry import make_provider, run_of
 
@@ -105,7 +105,7 @@ def test_what_a_command_says_of_its_market_is_believed_within_bounds(
 ):
     run = run_of(tmp_path, ends_with_us=True)
     provider = CommandProvider(run, "exec {command}", offer=f"printf %s '{printed}'")
-    assert isinstance(provider, Market)
+    assert isinstance(provider, PricedProvider)
     if isinstance(expected, MarketOffer):
         assert asyncio.run(provider.offer()) == expected
         return

@@ -12,7 +12,7 @@ from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.providers.market import MarketOffer
-from polyrl.providers.provider import HeldWorker, WorkerOrder
+from polyrl.providers.provider import HeldWorker, ProviderError, WorkerOrder
 from polyrl.run.devices_in_use import DevicesInUse
 from polyrl.run.keeping import FleetKeeper, keepers_lock, read_wanted, write_wanted
 from polyrl.run.processes import ManagerAddress
@@ -74,9 +74,11 @@ async def settle(keeper: FleetKeeper, advised: int | None = None, *goes: str) ->
 class Spot(Machine):
     """A machine of a market that offers what it is told to."""
 
-    offered = MarketOffer(3, 0.5)
+    offered: MarketOffer | None = MarketOffer(3, 0.5)
 
     async def offer(self) -> MarketOffer:
+        if self.offered is None:
+            raise ProviderError("nobody answers")
         return self.offered
 
     def prices(self) -> dict[str, str]:
@@ -89,6 +91,7 @@ def test_no_more_workers_start_than_the_market_offers_and_each_has_the_price_of_
         keeper = kept(recipe(fleet={"workers": 5, "price_usd_per_hour": 9.0}), tmp_path, machine)
         await settle(keeper)
         assert machine.prices() == dict.fromkeys(("worker-0", "worker-1", "worker-2"), "0.5")
+        assert keeper.expected == ("worker-0", "worker-1", "worker-2"), "a run waits for no others"
         machine.offered = MarketOffer(4, 2.25)
         await settle(keeper)
         assert machine.prices()["worker-3"] == "2.25" and len(machine.orders) == 4
@@ -98,6 +101,10 @@ def test_no_more_workers_start_than_the_market_offers_and_each_has_the_price_of_
         machine.offered = MarketOffer(9, None)
         await settle(keeper)
         assert machine.prices()["worker-4"] == "9", "the recipe's"
+        machine.offered = None
+        await machine.stop("worker-0")
+        await settle(keeper)
+        assert "worker-0" not in keeper.held, "workers are kept, whether their market answers or not"
 
     asyncio.run(play())
 

@@ -102,7 +102,7 @@ def _run_on_ray(args: argparse.Namespace) -> int:
         recipe = load_recipe(args.recipe, overrides)
     else:
         raise UserError("a recipe is missing: expected a TOML file, a name of `polyrl train --list`, or --resume DIR")
-    nodes.of_options(args.nodes, 0, args.meet or "here:0", {})
+    nodes.of_options(args.nodes, 0, args.meet or "here:1", {})
     if recipe.train.ranks % args.nodes:
         raise UserError(f"train.ranks: {recipe.train.ranks} on {args.nodes} nodes; expected a multiple of that")
     on_gpus = choose_device(recipe.model.device).startswith("cuda")

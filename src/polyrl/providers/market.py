@@ -26,7 +26,7 @@ class MarketOffer(Struct, frozen=True):
 
 
 @runtime_checkable
-class Market(Protocol):
+class PricedProvider(Protocol):
     async def offer(self) -> MarketOffer | None:
         """Return what is offered now; None: not known. Raises ProviderError."""
         ...

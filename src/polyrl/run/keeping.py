@@ -31,7 +31,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.disk import write_whole
 from polyrl.errors import PolyrlError, UserError
 from polyrl.providers.local import LocalProvider
-from polyrl.providers.market import Market, MarketOffer
+from polyrl.providers.market import MarketOffer, PricedProvider
 from polyrl.providers.provider import HeldWorker, Provider, ProviderError, WorkerOrder
 from polyrl.providers.registry import make_provider, run_of
 from polyrl.run.connecting import dialer
@@ -164,6 +164,11 @@ class FleetKeeper:
         return goes
 
     @property
+    def expected(self) -> tuple[str, ...]:
+        """The names of the workers that can be had: of those wanted, the first that are offered."""
+        return self.names if self.offer is None else self.names[: self.offer.num_workers]
+
+    @property
     def given_up(self) -> list[str]:
         """Wanted workers that are not started again."""
         return [name for name in self._names if name in self._lives and self._lives[name].given_up]
@@ -184,10 +189,13 @@ class FleetKeeper:
             (name for name, one in self.held.items() if one.is_there), key=lambda name: (len(name), name)
         )
 
-    async def hear_offer(self) -> None:
-        """Ask the provider what its market offers, if it has one. Raises ProviderError."""
-        if isinstance(self.provider, Market):
-            self.offer = await self.provider.offer()
+    async def hear_offer(self, say: Say) -> None:
+        """Ask the provider what its market offers, if it has one. Where it cannot say, its last offer stands."""
+        if isinstance(self.provider, PricedProvider):
+            try:
+                self.offer = await self.provider.offer()
+            except ProviderError as error:
+                self._complain(str(error), say)
 
     async def start_missing(self, say: Say) -> int:
         """Start the workers that should be there and are not, as long as more are offered. Returns how many were
@@ -277,7 +285,7 @@ class FleetKeeper:
         if self._is_reshaping:
             return
         try:
-            await self.hear_offer()
+            await self.hear_offer(say)
             self.held = await self.provider.held()
         except ProviderError as error:
             self._complain(str(error), say)
@@ -376,8 +384,8 @@ async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> Asy
         write_wanted(run_dir, None)  # a run that starts wants what its recipe says
         keeper = make_keeper(recipe, run_dir, address)
         try:
+            await keeper.hear_offer(lambda line: log.warning("%s", line))
             with contextlib.suppress(ProviderError):  # said when it is tried again
-                await keeper.hear_offer()
                 await keeper.adopt()
             goes = keeper.aim(keeper.wanted())
             await keeper.start_missing(lambda line: log.warning("%s", line))
@@ -409,7 +417,7 @@ async def keep(keeper: FleetKeeper, fleet: Fleet, say: Say) -> None:
 async def until_joined(recipe: Recipe, fleet: Fleet, keeper: FleetKeeper) -> None:
     """Wait for all workers to join, with `fleet.wait`. Warn and return if time is up or one has ended."""
     until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
-    while recipe.fleet.wait and set(keeper.names) - {one.name for one in (await fleet.status()).workers}:
+    while recipe.fleet.wait and set(keeper.expected) - {one.name for one in (await fleet.status()).workers}:
         if time.monotonic() > until or any(one.state == "ended" for one in keeper.held.values()):
             log.warning(
                 "not all of the %d workers have joined; see the logs. The run begins without them", len(keeper.names)
