@@ -12,7 +12,7 @@ from polyrl.sim.planner import PlanRow, make_plan
 from polyrl.sim.report import bar_rows, cells, columns_of, merge_rows, row_order, time_axis, whole_report
 from polyrl.telemetry import canvas
 from polyrl.telemetry.looks import ACTIVITIES, LEFT, nice_ticks, unit_for
-from polyrl.telemetry.timeline import Span
+from polyrl.telemetry.timeline import Span, moments_of_going
 
 PNG = b"\x89PNG"
 
@@ -130,3 +130,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(played, tmp_path, monkey
     with pytest.raises(canvas.NoPlottingError, match=r"pip install 'polyrl\[plot\]'"):
         pictures.draw_all(played[0], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_that_was_let_go_at_the_moment_of_its_start_has_no_end():
+    assert moments_of_going([], 10.0) == []

@@ -50,9 +50,9 @@ class Timeline:
 
 def moments_of_going(spans: Sequence[Span], total_s: Seconds) -> list[Seconds]:
     """Return the moments at which a worker ended with nothing right after it, the end of the run aside."""
-    nexts = [span.start_s for span in spans[1:]]
-    ends = [span.end_s for span in spans]
-    return [end for end, then in zip(ends, [*nexts, total_s], strict=True) if then > end and end < total_s]
+    nexts = [*(span.start_s for span in spans[1:]), total_s]
+    ends = [span.end_s for span in spans]  # none for a machine that was let go at the moment of its start
+    return [end for end, then in zip(ends, nexts, strict=False) if then > end and end < total_s]
 
 
 def seconds_by_activity(spans: Iterable[Span], start_s: Seconds, end_s: Seconds) -> dict[str, float]:
