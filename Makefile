@@ -28,7 +28,7 @@ demo: setup ## watch a small model learn here, while a worker joins and another 
 
 test: setup ## run the tests (ARGS="-k words" narrows them)
 	@$(BIN)/python -m compileall -q src  # they start hundreds of processes, of which each would compile what it imports
-	$(BIN)/python -m pytest -n 4 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 $(ARGS)
 
 test-long: setup ## run the long property tests: thousands of random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 --hypothesis-profile=random $(ARGS)

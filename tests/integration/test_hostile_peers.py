@@ -167,12 +167,12 @@ LIES: dict[str, tuple[str, str, Lie]] = {
     "a gap": ("offset", "gap", lambda one: tokens(one.lease, offset=3)),
     "an end after more tokens than came": (
         "offset",
-        "2 have come",
+        "expected 2, which have come",
         lambda one: tokens(one.lease, ids=beginning(one), ended=(frames.Ended(one.lease, 5, "stop"),)),
     ),
     "an end after fewer tokens than came": (
         "offset",
-        "2 have come",
+        "expected 2, which have come",
         lambda one: tokens(one.lease, ids=beginning(one), ended=(frames.Ended(one.lease, 1, "length"),)),
     ),
     "an answer without a token": (
@@ -197,7 +197,7 @@ def test_what_cannot_be_true_is_refused(tmp_path: Path, name: str):
     kind, words, lie = LIES[name]
     scene = run(beside_an_honest_worker(tmp_path, lambda peer, order: peer.say(lie(order))))
     assert scene.fate.why.startswith("refused: ")
-    assert words in scene.fate.why
+    assert words in scene.fate.why and "expected" in scene.fate.why
     assert scene.refused == {kind: 1}
 
 
@@ -216,7 +216,7 @@ def ending(order: frames.Order, ids: list[int], reason: frames.EndReason) -> fra
 NO_ANSWERS: dict[str, tuple[str, str, Lie]] = {
     "the first id beyond the vocabulary": (
         "columns",
-        "token id 32000; the vocabulary's are 0 to 31999",
+        "token id 32000; expected 0 to 31999, the vocabulary's",
         lambda one: tokens(one.lease, ids=[7, ENGINE.vocab]),
     ),
     "the largest id there is": ("columns", "token id 2147483647", lambda one: tokens(one.lease, ids=[2**31 - 1])),
@@ -224,12 +224,12 @@ NO_ANSWERS: dict[str, tuple[str, str, Lie]] = {
     "a log-probability of -101": ("columns", "of -101", lambda one: tokens(one.lease, logprobs=[-101.0])),
     "an answer cut off before the cap": (
         "end",
-        "cut off after 2 tokens; the cap is 64",
+        "cut off after 2 tokens; expected 64",
         lambda one: ending(one, beginning(one), "length"),
     ),
     "a stop with a token that ends nothing": (
         "end",
-        "which ends none",
+        "which ends none; expected one of (2,)",
         lambda one: ending(one, beginning(one), "stop"),
     ),
 }
@@ -240,7 +240,7 @@ def test_what_the_model_cannot_have_written_is_refused(tmp_path: Path, name: str
     kind, words, lie = NO_ANSWERS[name]
     scene = run(beside_an_honest_worker(tmp_path, lambda peer, order: peer.say(lie(order)), answers=MODEL))
     assert scene.fate.why.startswith("refused: ")
-    assert words in scene.fate.why
+    assert words in scene.fate.why and "expected" in scene.fate.why
     assert scene.refused == {kind: 1}
 
 
@@ -361,7 +361,7 @@ def test_a_flood_of_leases_is_refused_before_they_are_looked_up(tmp_path: Path):
         await peer.say(flood)
 
     scene = run(beside_an_honest_worker(tmp_path, act))
-    assert scene.fate.why == "refused: news of 100000 leases in one frame; it had 4 at once"
+    assert scene.fate.why == "refused: news of 100000 leases in one frame; expected few, since it had 4 at once"
     assert scene.refused == {"lease": 1}
 
 
@@ -387,6 +387,7 @@ def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(
 
     scene = run(beside_an_honest_worker(tmp_path, act))
     assert scene.fate.why.startswith(("refused: too many frames within a heartbeat", "refused: too much news"))
+    assert "; expected 600 at once at most" in scene.fate.why
     assert scene.refused.pop("flood") == 1
     assert set(scene.refused) <= {"late_news"}
     assert len(caplog.records) < 30
@@ -429,7 +430,9 @@ def test_a_worker_that_comes_again_and_again_with_news_fills_neither_journal_nor
 
 def test_a_change_of_duty_of_a_worker_without_duties_is_refused(tmp_path: Path):
     scene = run(beside_an_honest_worker(tmp_path, lambda peer, _: peer.say(frames.OnDuty("training"))))
-    assert scene.fate.why == "refused: a change of duty; only the trainer's own workers have duties"
+    assert (
+        scene.fate.why == "refused: a change of duty; expected none, since only the trainer's own workers have duties"
+    )
 
 
 def rows(leases: list[int], count: int) -> frames.NewTokens:
@@ -467,7 +470,8 @@ def test_a_flood_of_tokens_that_bring_nothing_is_refused(tmp_path: Path, name: s
                 await peer.say(VAIN[name](order.lease))
 
     scene = run(beside_an_honest_worker(tmp_path, act))
-    assert scene.fate.why == "refused: too many tokens of leases that are over"
+    expected = "expected 200 frames of them at once at most"
+    assert scene.fate.why == f"refused: too many tokens of leases that are over; {expected}"
     assert scene.refused.pop("flood") == 1
     assert set(scene.refused) <= {"late_lease"}
     assert scene.refused.get("late_lease", 0) < 60 * 600
@@ -587,7 +591,7 @@ def test_tokens_of_a_version_that_is_published_and_not_installed_are_refused(tmp
             await fleet.publish(1)
             await peer.hear(frames.PullOrder)
             await peer.say(tokens(order.lease, version=1))
-            assert "it holds 0" in (await peer.fate()).why
+            assert "expected those of 0" in (await peer.fate()).why
             assert live.refused == {"version": 1}
             playing.cancel()
 
@@ -599,7 +603,7 @@ def test_tokens_of_a_version_older_than_the_lease_are_refused(tmp_path: Path):
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, version=1) as peer:
             playing, order = await begin_round(fleet, peer, 1)
             await peer.say(tokens(order.lease, version=0))
-            assert "the lease was given to 1" in (await peer.fate()).why
+            assert "expected 1, which the lease was given to" in (await peer.fate()).why
             assert live.refused == {"version": 1}
             playing.cancel()
 
@@ -613,7 +617,7 @@ def test_a_late_row_of_a_strange_version_excuses_no_row_beside_it(tmp_path: Path
             timely, late = tokens(order.lease, version=0), tokens(999_999, version=50)
             names = ("leases", "offsets", "counts", "versions", "cells")
             await peer.say(frames.NewTokens(1, *(getattr(timely, name) + getattr(late, name) for name in names)))
-            assert "the lease was given to 1" in (await peer.fate()).why
+            assert "expected 1, which the lease was given to" in (await peer.fate()).why
             playing.cancel()
 
     run(scenario())
@@ -643,7 +647,7 @@ def test_tokens_before_a_hello_are_refused(tmp_path: Path):
             await peer.join()
             await peer.dial()
             await peer.say(tokens(1))
-            assert (await peer.fate()).why == "refused: a NewTokens before a Hello"
+            assert (await peer.fate()).why == "refused: a NewTokens; expected a Hello first"
             assert live.refused == {"order": 1}
 
     run(scenario())
@@ -654,7 +658,7 @@ def test_tokens_before_there_is_a_run_are_refused(tmp_path: Path):
         async with manager(tmp_path) as live, Peer(live) as peer:
             await peer.enter()
             await peer.say(frames.InstallFailed(3, "no such version"), frames.Report(0, 0, 0.0, 0, 0.0), tokens(1))
-            assert (await peer.fate()).why == "refused: tokens before any lease"
+            assert (await peer.fate()).why == "refused: tokens before any lease; expected them after an order"
             assert live.refused == {"order": 1, "late_news": 1}
 
     run(scenario())
@@ -687,8 +691,8 @@ def test_who_was_refused_cannot_come_back_with_its_session(tmp_path: Path):
 
 
 HELLOS = {
-    "news of 100000 leases in one frame; it had 4 at once": [3] * 100_000,
-    "it holds lease 4611686018427387904, which was never given": [1 << 62],
+    "news of 100000 leases in one frame; expected few, since it had 4 at once": [3] * 100_000,
+    "it holds lease 4611686018427387904, which was never given; expected its own": [1 << 62],
 }
 
 

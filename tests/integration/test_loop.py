@@ -30,6 +30,8 @@ from polyrl.trainer.state.saving import Rules, Saver
 from polyrl.trainer.step_stats import Added, StepStats
 from polyrl.weights.server import Offer
 from polyrl.wire import frames
+from polyrl.wire.control import JoinReply
+from polyrl.wire.dial import Dialer
 
 NUM_PROMPTS = 6
 
@@ -48,7 +50,7 @@ class CountingSteps:
         self.groups += groups
         return Added(len(groups))
 
-    def finish(self) -> StepStats:
+    def finish(self, *, may_be_void: bool = False) -> StepStats:
         return StepStats(self._step, Added(len(self.groups)), metrics={})
 
 
@@ -345,14 +347,26 @@ def test_what_is_told_of_a_step_counts_the_groups_that_a_killed_process_rejected
 class GuardedSteps(CountingSteps):
     """Of whose model every token's log-probability is -1."""
 
-    def finish(self) -> StepStats:
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[set[str]] = []
+        """The writers of each step, those included whose samples were left out."""
+
+    def begin(self, step: int, num_steps: int | None = None) -> None:
+        super().begin(step, num_steps)
+        self.groups = []
+
+    def finish(self, *, may_be_void: bool = False) -> StepStats:
         guard = MismatchGuard(3.0, self._step, few_tokens=1)
         samples = [one for group in self.groups for one in group]
         theirs = torch.from_numpy(np.concatenate([one.logprobs for one in samples]))
         guard.look(torch.full_like(theirs, -1.0), theirs, samples, range(len(samples)))
-        self.trained = {turn.worker for one in samples for turn in one.written_by}
+        left_out, too_far = guard.found()
+        is_void = may_be_void and 2 * len(left_out) > len(samples)
+        if not is_void:
+            self.trained.append({turn.worker for one in samples for turn in one.written_by})
         self.groups = []
-        return super().finish()._replace(too_far=tuple(guard.found()[1].items()))
+        return super().finish()._replace(too_far=tuple(too_far.items()), is_void=is_void)
 
 
 async def forge(peer: live.Peer) -> None:
@@ -364,6 +378,9 @@ async def forge(peer: live.Peer) -> None:
             if isinstance(message, frames.PullOrder):
                 version = message.version
                 await peer.say(frames.Installed(version))
+            if isinstance(message, frames.ChangeDuty):  # it is the trainer's own
+                version = max(version, peer.live.service.lobby.need_run().desk.state.published)
+                await peer.say(frames.OnDuty(message.duty))
             if isinstance(message, frames.Orders):
                 for order in message.orders:
                     done = len(order.so_far) // 4
@@ -395,21 +412,21 @@ def test_a_worker_that_forges_log_probabilities_is_named_its_next_groups_are_rej
             await Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, listener).run()
             devices.close()
             await forging
-            assert steps.trained == {"honest"}
+            assert steps.trained[1:] == [{"honest"}, {"honest"}]
             assert live.is_connected(manager, "honest") and not live.is_connected(manager, "mallory")
 
     live.run(scenario(), timeout_s=60.0)
-    assert listener.reports[0].stats.too_far[0][0] == "mallory"
     assert "step 0: samples of worker mallory are not trained on: log-probabilities 59.0 nats a token" in caplog.text
     (given_up,) = (one.getMessage() for one in caplog.records if "mallory is given up" in one.getMessage())
     assert "3 groups were rejected for what it wrote" in given_up
 
 
-def test_where_every_group_of_a_step_was_rejected_the_reason_and_the_workers_are_told(tmp_path: Path):
-    """Nobody but a forger writes, and there are no more prompts when its groups are rejected."""
+def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp_path: Path):
+    """No prompt and no step is spent on it, and the run does not end: it waits for a worker that can be believed."""
     recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
     domain = DomainData(name="d", prompts_per_step=2, num_prompts=4)
     config = replace(live.CONFIG, domains=(domain,), num_epochs=1)
+    steps = GuardedSteps()
 
     async def scenario() -> None:
         async with (
@@ -420,10 +437,39 @@ def test_where_every_group_of_a_step_was_rejected_the_reason_and_the_workers_are
             await peer.enter()
             forging = asyncio.create_task(forge(peer))
             devices = Devices()
+            loop = Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, Listener())
+            training = asyncio.create_task(loop.run())
+            await live.until(lambda: not live.is_connected(manager, "mallory"), "it is given up")
+            async with live.honest_worker(manager):
+                assert await training == "the data has ended, after 2 steps"
+            assert manager.service.lobby.need_run().scheduler.ledger.prompts_dropped == {}
+            devices.close()
+            await forging
+
+    live.run(scenario(), timeout_s=60.0)
+    assert steps.trained == [{"honest"}, {"honest"}]
+
+
+def test_where_the_trainers_own_worker_is_too_far_off_the_run_ends_and_says_so(tmp_path: Path):
+    """It is never given up, and would write the same again."""
+    recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
+
+    async def scenario() -> None:
+        async with (
+            live.manager(tmp_path) as manager,
+            live.trainer(manager) as fleet,
+            live.Peer(manager, "trainer", slots=64) as peer,
+        ):
+            async with Dialer(manager.url, manager.token("admin")) as dialer:
+                peer.session = (await dialer.post("/v1/join", replace(peer.facts, local=True), JoinReply)).session
+            await peer.dial()
+            await peer.say(frames.Hello(0, b""))
+            forging = asyncio.create_task(forge(peer))
+            devices = Devices()
             await Loop(recipe, fleet, Replicas(GuardedSteps(), devices), Publisher(), prompt_tokens, Listener()).run()
             devices.close()
             await forging
 
-    said = r"^step 1: all groups of its round were rejected, .*max_mismatch=3\): worker mallory \(2 groups\)\. "
+    said = r"^step 0: all groups of its round were rejected, .*max_mismatch=3\): worker trainer \([24] groups\)\. "
     with pytest.raises(NothingCameError, match=said):
         live.run(scenario(), timeout_s=60.0)

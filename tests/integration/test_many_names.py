@@ -112,6 +112,25 @@ def test_names_that_fail_all_that_they_are_given_cost_no_prompt_and_no_sample(tm
     run(scenario(), timeout_s=60.0)
 
 
+def forging(cap: int) -> Act:
+    """Answers every order at once, with log-probabilities that the run's weights do not give."""
+
+    async def act(peer: Peer) -> None:
+        version = -1
+        while True:
+            frame = frames.decode_to_worker(await peer.socket.receive_bytes())
+            if isinstance(frame, frames.PullOrder):
+                version = frame.version
+                await peer.say(frames.Installed(frame.version, frame.digest))
+            for order in frame.orders if isinstance(frame, frames.Orders) else ():
+                done = len(order.so_far) // 4
+                num = cap - done
+                its = tokens(order.lease, offset=done, version=version, ids=[7] * num, logprobs=[-60.0] * num)
+                await peer.say(msgspec.structs.replace(its, ended=(frames.Ended(order.lease, cap, "length"),)))
+
+    return act
+
+
 def silent(*, vanishes: bool) -> Act:
     """Has every version at once, takes what it is given, and says nothing of it, or is gone."""
 
@@ -234,6 +253,23 @@ seeding = { initial_s = 0.2, max_step_s = 1.0 }
 @pytest.mark.parametrize("reason", ["refused", pytest.param("engine_failed", marks=pytest.mark.chaos)])
 def test_a_run_is_trained_to_its_end_beside_names_that_fail_everything(bare_desk: Path, reason: frames.EndReason):
     """It ended with `nothing of its round could be generated and scored`, for whoever had a worker token."""
+    said, run_dir = trained_beside(bare_desk, failing(reason))
+    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [0, 1, 2], said
+
+
+@pytest.mark.timeout(200)
+def test_a_run_is_trained_to_its_end_beside_names_that_make_everything_up(bare_desk: Path):
+    """It ended in its third step with `all groups of its round were rejected`, and nothing was trained in the two
+    before."""
+    said, run_dir = trained_beside(bare_desk, forging(16))
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2], said
+    assert min(float(line["sample/trained"] or 0) for line in lines) >= 6, "at least half of each step"
+    assert "are not trained on: log-probabilities" in said
+
+
+def trained_beside(bare_desk: Path, act: Act) -> tuple[str, Path]:
+    """Train to the end beside processes with a worker token that join under one name after the other."""
     (bare_desk / "mine.py").write_text("def score(given):\n    return float(given.num_tokens % 2)\n")
     (bare_desk / "recipe.toml").write_text(RECIPE)
     training = polyrl("train", "recipe.toml", together=True)
@@ -243,7 +279,7 @@ def test_a_run_is_trained_to_its_end_beside_names_that_fail_everything(bare_desk
         while not (run_dir / "manager.json").exists() and training.poll() is None:
             await asyncio.sleep(0.05)
         place = Place(json.loads((run_dir / "manager.json").read_text())["url"], run_dir)
-        async with under_many_names(place, failing(reason), version=None):
+        async with under_many_names(place, act, version=None):
             while training.poll() is None:
                 await asyncio.sleep(0.1)
 
@@ -255,6 +291,6 @@ def test_a_run_is_trained_to_its_end_beside_names_that_fail_everything(bare_desk
             training.kill()
             training.wait()
     assert training.returncode == 0, said
-    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [0, 1, 2]
     assert "Traceback" not in said + (run_dir / "logs" / "manager.log").read_text()
     assert main(["ledger", str(run_dir), "--verify"]) == 0
+    return said, run_dir

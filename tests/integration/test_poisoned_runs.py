@@ -101,7 +101,7 @@ def test_a_run_that_was_poisoned_before_anybody_looked_goes_on_and_trains_on_non
             await fleet.step_done(0)
             await fleet.settled()
             ledger = (await fleet.status()).ledger
-            assert ledger["prompts_dropped"]["filtered"] == len(before)
+            assert ledger["prompts_dropped"] == {}, "they are written again"
 
     run(scenario())
     rejected = [one.getMessage() for one in caplog.records if "is rejected: " in one.getMessage()]

@@ -6,6 +6,7 @@ a rule that is wrong in one place, and wrong the same way in the check, is still
 - late news (of a dead lease, an old life, an answered attempt) changes nothing but its own count;
 - a sample is resumed exactly at the last token that its own worker brought, and runs at one worker;
 - a group is delivered with samples that were finished and scored, each prompt once an epoch, none left out;
+- a prompt whose group the trainer rejects for what a worker of the fleet wrote is written again, at once;
 - no round and no lease breaks the staleness that was promised;
 - nobody has more samples than it has shown that it can run, and what it gave back unasked goes to another, if there is
   one;
@@ -89,6 +90,9 @@ class Books:
         self.groups: dict[GroupId, tuple[Step, Key]] = {}
         self.asked: dict[GroupId, int] = {}
         self.settled: set[Key] = set()
+        self.disbelieved: GroupId | None = None
+        """The group that is rejected for what a worker of the fleet wrote."""
+        self.to_write_again: list[Key] = []
         self.delivered: dict[Step, set[GroupId]] = {}
         self.paid: dict[tuple[WorkerName, str], float] = {}
         self.activities: list[tuple[WorkerName, str]] = []
@@ -207,6 +211,8 @@ class Books:
                 del self.scoring[event.sample]
                 if event.outcome not in ("infrastructure_failed", "no_reward"):
                     self.scored.add(event.sample)
+            case e.GroupRejected():
+                self.disbelieved = event.group if set(event.blamed) - self.local else None
             case e.VersionPublished():
                 self.published = event.version
                 for name in self.local:
@@ -268,6 +274,8 @@ class Books:
             self.check_late(scheduler, event, commands)
         for command in commands:
             self.check_command(scheduler, command, commands)
+        self.disbelieved = None
+        law(not self.to_write_again, f"prompts {self.to_write_again} are dropped for what a worker wrote")
         self.num_events += 1
         if self.num_events % SECONDS_EVERY == 0:
             self.check_seconds(scheduler)
@@ -297,6 +305,9 @@ class Books:
                 law(command.worker in self.draining, f"{command.worker} is released and was not asked to go")
                 forgotten = any(isinstance(one, c.ForgetWorker) and one.worker == command.worker for one in commands)
                 law(command.worker in fleet.by_name or forgotten, f"{command.worker} is released and not there")
+            case c.Reshape() if self.config.parallelism.engines == "local":
+                for name in [*self.local]:  # this command alone tells that they are gone
+                    self.note_gone(name)
             case c.ForgetWorker():
                 law(command.worker not in fleet.by_name, f"{command.worker} is forgotten and still there")
                 self.note_gone(command.worker)
@@ -315,6 +326,9 @@ class Books:
                     self.check_planned(scheduler, command.step, planned)
             case c.AddGroup():
                 self.check_planned(scheduler, command.step, command.group)
+                key = (command.group.domain, command.group.epoch, command.group.prompt)
+                if key in self.to_write_again:
+                    self.to_write_again.remove(key)
             case c.AddAsked():
                 self.asked[command.group] = command.num_samples
             case c.CloseAsked():
@@ -395,7 +409,9 @@ class Books:
         step, key = self.groups.pop(command.group)
         waiting = scheduler.desk.state.tail.deferred[key[0]]
         deferred = any((one.epoch, one.prompt) == key[1:] for one in waiting)
-        if not deferred and "waits for a long round" not in command.why:
+        if command.group == self.disbelieved:
+            self.to_write_again.append(key)
+        elif not deferred and "waits for a long round" not in command.why:
             self.settled.add(key)
         self.delivered.get(step, set()).discard(command.group)
 

@@ -105,7 +105,7 @@ MUTATIONS = [
     Mutation(
         "a deferred prompt is forgotten",
         "parts/rounds.py",
-        "    desk.planner.defer(desk.state.tail, choice, round_.step)\n",
+        "    desk.planner.defer(desk.state.tail, _choice_of(group), round_.step)\n",
         "",
     ),
     Mutation(
@@ -216,14 +216,20 @@ MUTATIONS = [
     Mutation(
         "repeated news makes the trainer busy for ever",
         "handlers.py",
-        "if rounds.groups_taken(desk, event.step, event.groups):",
-        "if rounds.groups_taken(desk, event.step, event.groups) or True:",
+        "if taking.groups_taken(desk, event.step, event.groups):",
+        "if taking.groups_taken(desk, event.step, event.groups) or True:",
     ),
     Mutation(
         "a refill is not seen by the trainer's devices",
         "parts/rounds.py",
-        '"in place of a dropped prompt"))\n    desk.place_due = True\n    desk.devices_due = True\n',
-        '"in place of a dropped prompt"))\n    desk.place_due = True\n',
+        "planned, why))\n    desk.place_due = True\n    desk.devices_due = True\n",
+        "planned, why))\n    desk.place_due = True\n",
+    ),
+    Mutation(
+        "a prompt is lost when what a worker wrote of it is rejected",
+        "parts/rejecting.py",
+        "end = rounds.drop_group if is_ours or desk.state.rules < WRITTEN_AGAIN else rounds.write_again",
+        "end = rounds.drop_group",
     ),
     Mutation(
         "a round that gets a refill stays closed",

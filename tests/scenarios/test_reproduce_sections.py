@@ -116,7 +116,7 @@ def test_what_is_emulated_stands_beside_the_simulator_case_by_case():
 
 def test_a_segment_of_a_market_begins_when_the_window_is_learned():
     steps = [step(number, 100.0) for number in range(20)]
-    market = elastic.Market(segment_s=1000.0, left_out_s=500.0)
+    market = elastic.PlayedMarket(segment_s=1000.0, left_out_s=500.0)
     assert [one.line.step for one in market.segment(Played(steps, 0))] == list(range(5, 15))
 
 

@@ -116,7 +116,7 @@ def drawn(policy: Policy, forged: set[int], *, left_out: bool = False) -> list[l
 
 
 def step(
-    folder: Path, reference: Path | None, groups: list[list[TrainSample]], **settings: Any
+    folder: Path, reference: Path | None, groups: list[list[TrainSample]], *, may_be_void: bool = False, **settings: Any
 ) -> tuple[StepStats, list[dict[str, torch.Tensor]]]:
     """A step, and the gradient of each of its updates."""
     policy = Policy.load(str(folder))
@@ -127,7 +127,8 @@ def step(
     steps.begin(0)
     for group in groups:
         steps.add([group])
-    return steps.finish(), optimizer.each
+    stats = steps.finish(may_be_void=may_be_void)
+    return stats, [] if stats.is_void else optimizer.each
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -176,6 +177,17 @@ def test_the_gradient_beside_forged_samples_is_the_references_in_float64(folder:
     size = sum(float(one.square().sum()) for one in expected.values()) ** 0.5
     off = sum(float((found[key].double() - one).square().sum()) for key, one in expected.items()) ** 0.5
     assert off < 1e-5 * size
+
+
+@pytest.mark.parametrize("name", ["as it ships", "two updates", "compared over the step"])
+def test_a_step_most_of_whose_samples_are_forged_is_void_where_it_can_be_begun_again(
+    folder: Path, reference: Path, name: str
+):
+    policy = Policy.load(str(folder))
+    stats, each = step(folder, reference, drawn(policy, set(range(5))), may_be_void=True, **MORE[name])
+    assert stats.is_void and each == [] and [name for name, _ in stats.too_far] == ["liar"]
+    stats, each = step(folder, reference, drawn(policy, set(range(4))), may_be_void=True, **MORE[name])
+    assert not stats.is_void and each and stats.metrics["sample/left_out"] == 4
 
 
 @pytest.mark.parametrize("name", ["as it ships", "two updates", "compared over the step"])

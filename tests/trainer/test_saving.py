@@ -46,7 +46,7 @@ class Model:
     def add(self, groups: Any, first: int | None = None) -> Added:
         return Added(len(groups))
 
-    def finish(self) -> StepStats:
+    def finish(self, *, may_be_void: bool = False) -> StepStats:
         for one in self.weights.values():
             one.fill_(self._step + 1)
         return StepStats(self._step, Added(), {})

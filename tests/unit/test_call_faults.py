@@ -18,8 +18,8 @@ def test_calls_that_follow_one_another_have_no_fault_also_where_tokens_are_left_
     ("wrong", "why"),
     [
         (call([], 2, 3), "call 1 has no prompt"),
-        (call([1, 10], 2, 3), "the prompt of call 1: token id 10; the vocabulary's are 0 to 9"),
-        (call([-1], 2, 3), "the prompt of call 1: token id -1; the vocabulary's are 0 to 9"),
+        (call([1, 10], 2, 3), "the prompt of call 1: token id 10; expected 0 to 9, the vocabulary's"),
+        (call([-1], 2, 3), "the prompt of call 1: token id -1; expected 0 to 9, the vocabulary's"),
         (call([1], 1, 3), "call 1 has tokens 1 to 3 of 5, after 2"),
         (call([1], 4, 3), "call 1 has tokens 4 to 3 of 5, after 2"),
         (call([1], 2, 6), "call 1 has tokens 2 to 6 of 5, after 2"),

@@ -195,8 +195,8 @@ def test_numbers_out_of_range_are_refused(tiny, capsys, option, value):
 PLAN = ("--workers", "0-1", "--factors", "1,1.5", "--staleness", "0", "--steps", "3")
 
 
-def test_a_plan_is_a_table_with_two_recommendations(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+@pytest.mark.usefixtures("one_core")
+def test_a_plan_is_a_table_with_two_recommendations(tiny, tmp_path, capsys):
     assert main(["plan", tiny, *PLAN, "--worker-price", "2.66,5.32", "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert text.startswith("tiny, seed 0: 3 steps each")
@@ -205,8 +205,8 @@ def test_a_plan_is_a_table_with_two_recommendations(tiny, tmp_path, capsys, monk
     assert len(json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]) == 8
 
 
-def test_a_plan_for_a_trainer_that_does_not_generate_tries_no_empty_fleet(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+@pytest.mark.usefixtures("one_core")
+def test_a_plan_for_a_trainer_that_does_not_generate_tries_no_empty_fleet(tiny, capsys):
     alone = ("trainer.local_workers=0", "--factors", "1", "--staleness", "0", "--steps", "1", "--no-progress")
     assert main(["plan", tiny, *alone, "--json"]) == 0
     assert [row["workers"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 2, 3, 4, 5, 6]
@@ -217,8 +217,8 @@ def test_a_plan_for_a_trainer_that_does_not_generate_tries_no_empty_fleet(tiny, 
     )
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_plan_with_many_prices_cuts_no_heading(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
     monkeypatch.setenv("COLUMNS", "80")
     prices = [1, 2, 3, 4, 5.32, 6, 7, 8]
     assert main(["plan", tiny, *PLAN, "--worker-price", ",".join(map(str, prices))]) == 0
@@ -228,8 +228,8 @@ def test_a_plan_with_many_prices_cuts_no_heading(tiny, capsys, monkeypatch):
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_a_plan_says_on_stderr_how_much_it_will_play(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+@pytest.mark.usefixtures("one_core")
+def test_a_plan_says_on_stderr_how_much_it_will_play(tiny, capsys):
     assert main(["plan", tiny, *PLAN, "--json"]) == 0
     assert "planning: 4 simulations of" in capsys.readouterr().err
     assert main(["plan", tiny, *PLAN, "--json", "--no-progress"]) == 0
@@ -244,8 +244,8 @@ def test_a_long_simulation_speaks_now_and_then_where_there_is_no_terminal(capsys
     assert capsys.readouterr().err == "polyrl: simulating: 2 of 5, 12 s\npolyrl: simulating: 4 of 5, 30 s\n"
 
 
-def test_a_plan_on_a_full_disk_is_one_line_and_leaves_no_file(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+@pytest.mark.usefixtures("one_core")
+def test_a_plan_on_a_full_disk_is_one_line_and_leaves_no_file(tiny, tmp_path, capsys):
     out = tmp_path / "out"
     with files_of_at_most(100):
         assert main(["plan", tiny, *PLAN, "--json", "--no-progress", "--out", str(out)]) == 2
@@ -253,8 +253,8 @@ def test_a_plan_on_a_full_disk_is_one_line_and_leaves_no_file(tiny, tmp_path, ca
     assert not list(out.iterdir())
 
 
-def test_a_plan_in_json_is_one_object(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+@pytest.mark.usefixtures("one_core")
+def test_a_plan_in_json_is_one_object(tiny, capsys):
     assert main(["plan", tiny, *PLAN, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert {"rows", "cheapest", "fastest"} <= set(plan)

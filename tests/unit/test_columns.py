@@ -114,13 +114,13 @@ LEASES, OFFSETS, COUNTS, VERSIONS, CELLS = packed((1, 0, 0, [(5, -1.0), (6, -1.0
         ((LEASES, OFFSETS[:-1], COUNTS, VERSIONS, CELLS), "do not fit each other"),
         ((LEASES, OFFSETS, COUNTS * 2, VERSIONS, CELLS), "do not fit each other"),
         ((LEASES, OFFSETS, COUNTS, b"", CELLS), "do not fit each other"),
-        ((LEASES, OFFSETS, COUNTS, VERSIONS, CELLS[:8]), "do not add up"),
-        ((LEASES, OFFSETS, COUNTS, VERSIONS, CELLS * 2), "do not add up"),
-        ((b"", b"", b"", b"", CELLS), "do not add up"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, CELLS[:8]), "that add up to"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, CELLS * 2), "that add up to"),
+        ((b"", b"", b"", b"", CELLS), "that add up to"),
         ((LEASES * 2, OFFSETS * 2, pack_column("<u4", [2, 0]), VERSIONS * 2, CELLS), "a lease without a token"),
         # Counts whose sum would be right in 32 bits.
-        ((LEASES * 2, OFFSETS * 2, pack_column("<u4", [2**32 - 1, 3]), VERSIONS * 2, CELLS), "do not add up"),
-        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([-1, 6], [-1.0, -1.0])), "token id below 0"),
+        ((LEASES * 2, OFFSETS * 2, pack_column("<u4", [2**32 - 1, 3]), VERSIONS * 2, CELLS), "that add up to"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([-1, 6], [-1.0, -1.0])), "token id -1; expected 0 or more"),
         ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [-1.0, 0.01])), "log-probability"),
         ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [-1.0, math.nan])), "log-probability"),
         ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [math.nan, -1.0])), "log-probability"),
@@ -162,7 +162,7 @@ def test_a_certain_token_may_be_a_little_more_than_certain():
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_what_was_expected():
-    with pytest.raises(BadColumns, match="token id 32000; the vocabulary's are 0 to 31999"):
+    with pytest.raises(BadColumns, match="token id 32000; expected 0 to 31999"):
         check_cells(pack_cells([5, 32_000], [-1.0, -1.0]), Vocabulary(32_000))
 
 

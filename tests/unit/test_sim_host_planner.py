@@ -70,11 +70,6 @@ def test_processes_of_this_machine_do_not_change_what_comes_out(tmp_path):
     assert plan_hosts(scenario, [2, 1, 1], 2, 0, num_processes=2) == alone
 
 
-@pytest.fixture
-def one_core(monkeypatch):
-    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
-
-
 @pytest.mark.usefixtures("one_core")
 def test_the_command_shows_a_table_and_the_number(tmp_path, capsys):
     out = tmp_path / "out"

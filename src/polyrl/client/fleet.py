@@ -301,7 +301,8 @@ class Fleet:
     async def reject(self, group: Group, reason: str, *, workers: Sequence[str] = ()) -> None:
         """Reject a group: it is not trained, a fresh prompt takes its place, and the round goes on.
 
-        `workers`: those whose tokens it is rejected for. A worker that is named again and again is given up.
+        `workers`: those whose tokens it is rejected for. The prompt itself is written again then, and a worker that is
+        named again and again is given up.
         """
         self._rounds[group.step].rejected.add(group.id)
         named = tuple(workers)[: frames.MAX_REPLACED]

@@ -230,7 +230,7 @@ _MARKET = (
 )
 
 
-class Market(NamedTuple):
+class PlayedMarket(NamedTuple):
     """How long a market is played, and with which models."""
 
     models: Sequence[str] = ("8b", "14b")
@@ -248,12 +248,12 @@ class Market(NamedTuple):
         return [step for step in played.steps if first_s < step.line.trained_at <= last_s]
 
 
-WHOLE_MARKET = Market()
-AN_HOUR = Market(("8b",), 1, 3600.0, 600.0, 18, ("seeding.initial_s=105",), TWO_STEPS)
+WHOLE_MARKET = PlayedMarket()
+AN_HOUR = PlayedMarket(("8b",), 1, 3600.0, 600.0, 18, ("seeding.initial_s=105",), TWO_STEPS)
 """For real processes: an hour, and a window that begins with the published one of three workers."""
 
 
-def spot_trace(player: Player, market: Market = WHOLE_MARKET) -> Section:
+def spot_trace(player: Player, market: PlayedMarket = WHOLE_MARKET) -> Section:
     section = Section(
         "Segments of a spot market (RLBoost)",
         f"A segment is {market.segment_s / 3600:g} h with none to six workers of two devices, 30 s of notice, and a "
@@ -287,7 +287,7 @@ def mean_workers(steps: list[Measured]) -> float:
     return sum(step.line.mean_workers * step.step_s for step in steps) / sum(step.step_s for step in steps)
 
 
-def _segment_checks(model: str, runs: dict[str, Runs], market: Market) -> list[Check]:
+def _segment_checks(model: str, runs: dict[str, Runs], market: PlayedMarket) -> list[Check]:
     checks: list[Check] = []
     for value, name, wanted in (
         (tok_s, "tokens/s", THROUGHPUT_OVER_SPOT_TRACES),

@@ -28,7 +28,7 @@ _NUM_RANKS = "polyrl/ranks"
 _WAIT_S = 600.0
 """How long a node waits for node zero to begin, or to go on."""
 _LOOK_EVERY_S = 0.2
-_ASK_AGAIN_S = 0.5
+_LOOK_AGAIN_S = 0.5
 _PROBE_S = 5.0
 _MOST_RANKS = 1 << 16
 _SLURM_NODE = "SLURM_NODEID"
@@ -174,7 +174,7 @@ def _world_size(nodes: Nodes) -> int:
             print(f"node {nodes.number}: {nodes.meet} is not known here yet: {why}", flush=True)
         told = why
         if why or not _is_listening(nodes.meet):
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(_LOOK_AGAIN_S)
             continue
         try:
             store = open_store(RankInfo(1, 2, f"tcp://{nodes.meet}", num_nodes=nodes.num), timeout_s=_LOOK_EVERY_S * 25)

@@ -124,9 +124,9 @@ class ReplicaProcess:
             case Add(data, first):
                 groups = await asyncio.to_thread(decode_groups, data)
                 await self._devices.train(lambda: self._steps.add(groups, first))
-            case Finish():
+            case Finish(may_be_void):
                 await self._held.enter_async_context(self._devices.held())
-                await self._devices.run(self._steps.finish)
+                await self._devices.run(lambda: self._steps.finish(may_be_void=may_be_void))
             case JoinRun():
                 await self._start_engine(command)
                 before = self._devices.trained_s

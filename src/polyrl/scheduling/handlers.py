@@ -30,6 +30,7 @@ from polyrl.scheduling.parts import (
     rounds,
     scoring,
     steps,
+    taking,
     turns,
 )
 
@@ -57,6 +58,8 @@ def _clear(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     if worker.unheard:
         membership.heard_from(desk, worker, now)
     worker.num_deaths, worker.has_answered = 0, True
+    if desk.state.rules >= rejecting.WRITTEN_AGAIN:
+        sample.writer = worker.seat
     if worker.earned < worker.slots or worker.has_stalled:
         credit.answered(desk, worker)
     if not worker.is_doubtful and not group.failed_on:
@@ -241,7 +244,7 @@ def _drain_requested(desk: Desk, event: e.DrainRequested, now: Seconds) -> None:
 
 
 def _groups_taken(desk: Desk, event: e.GroupsTaken, now: Seconds) -> None:
-    if rounds.groups_taken(desk, event.step, event.groups):
+    if taking.groups_taken(desk, event.step, event.groups):
         steps.training_began(desk, event.step, event.worker, now)
 
 

@@ -330,11 +330,12 @@ def _check_rest(desk: Desk) -> None:
             room = desk.router.has_room(oldest, remote=is_asked or shares)
             _law(not room, f"{'an asked' if is_asked else 'a'} sample waits although a worker has room for it")
         for first in round_.failed[:1]:
-            sample = desk.samples[first]
-            others = failures.others(desk, desk.groups[sample.group])
+            group = desk.groups[desk.samples[first].group]
+            others = failures.others(desk, group)
             sound = [one for one in others if not one.is_doubtful]
             proven = [one for one in sound if one.is_proven and desk.state.rules >= 3]
             room = any(one.credit > 0 for one in proven or sound)
+            room = room and not group.is_again  # it may wait for the workers that are believed
             _law(not room, "a sample that failed waits although a worker that never did has room for it")
 
 

@@ -82,7 +82,7 @@ class Add(Struct, frozen=True, tag=True):
 
 
 class Finish(Struct, frozen=True, tag=True):
-    pass
+    may_be_void: bool = False
 
 
 class GatherWeights(Struct, frozen=True, tag=True):
@@ -126,9 +126,9 @@ class Leader:
         with self._all(Add(encode_groups(groups), first)):
             return self._crew.steps.add(groups, first)
 
-    def finish(self) -> StepStats:
-        with self._all(Finish()):
-            return self._crew.steps.finish()
+    def finish(self, *, may_be_void: bool = False) -> StepStats:
+        with self._all(Finish(may_be_void)):
+            return self._crew.steps.finish(may_be_void=may_be_void)
 
     def weights(self, facts: VersionFacts | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights in the precision that they are served in, and copy each into the engine's own copy. With
@@ -217,8 +217,8 @@ def follow(
                 learner.steps.begin(step, num_steps)
             case Add(groups, first):
                 learner.steps.add(decode_groups(groups), first)
-            case Finish():
-                learner.steps.finish()
+            case Finish(may_be_void):
+                learner.steps.finish(may_be_void=may_be_void)
             case GatherWeights(changes_alone, facts):
                 policy = learner.policy
                 its = policy.published().items() if changes_alone else policy.served_parts()

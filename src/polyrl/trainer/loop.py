@@ -125,6 +125,8 @@ class Loop:
         """The last step that left out samples of a worker (guard.py), by the worker's name."""
         self._rejected: list[list[TrainSample]] = []
         """Groups of the open step that this process rejected for equal rewards."""
+        self._taken: list[Arrived] = []
+        """Groups of the open step that are trained with it."""
         self._suspected: Counter[str] = Counter()
         """How many groups of the open step were rejected because a worker in `_too_far` wrote them, by worker."""
 
@@ -183,24 +185,33 @@ class Loop:
 
     async def _step(self, step: int) -> StepReport:
         began = time.monotonic()
+        await self._events.step_begins(step)
+        self._rejected, self._taken, self._suspected = [], [], Counter()
+        filtered = {} if self._safety is None else await self._safety.rejected_before(step)
+        report = await self._try(step, filtered, may_be_void=True)
+        while report is None:
+            report = await self._try(step, filtered, may_be_void=await self._have_written_again(step))
+        line = await self._line(step)
+        return report._replace(line=line, seconds=report.seconds | {"total": time.monotonic() - began})
+
+    async def _try(self, step: int, filtered: RejectedGroups, *, may_be_void: bool) -> StepReport | None:
+        """Train a round and publish what it gave. None: most of it cannot have come from the run's weights, and no step
+        is spent on the rest."""
+        began = time.monotonic()
         replicas = self._replicas
         duty_before, trained_before = replicas.training_duty_s, replicas.trained_s
-        await self._events.step_begins(step)
         await replicas.begin(step)
-        self._rejected, self._suspected = [], Counter()
-        batches, filtered = await self._train_round(step)
+        batches = await self._train_round(step, filtered)
         if not batches and not filtered:
-            if self._suspected:
-                raise NothingCameError(self._all_suspected(step))
-            raise NothingCameError(
-                f"step {step}: nothing of its round could be generated and scored; the manager's log says why, "
-                "and `polyrl ledger` counts it. The run can go on when that is mended"
-            )
+            raise NothingCameError(self._why_nothing(step))
         generated = time.monotonic()
         idle_s = replicas.training_duty_s - duty_before - (replicas.trained_s - trained_before)
         async with replicas.own.devices.held():
-            stats = await replicas.finish()
+            stats = await replicas.finish(may_be_void=may_be_void)
             self._note_too_far(stats)
+            if stats.is_void:
+                await replicas.release()
+                return None
             stats = stats._replace(metrics={**stats.metrics, **self._lag.after(step, stats.metrics)})
             seconds = {
                 "total": time.monotonic() - began,
@@ -212,9 +223,20 @@ class Loop:
             save_s = await self._make_safe(report, batches)
             await self._fleet.step_done(step)
             publish_s = await self._publish(step + 1)
-        line = await self._line(step)
-        seconds |= {"total": time.monotonic() - began, "save": save_s, "publish": publish_s}
-        return report._replace(line=line, seconds=seconds)
+        return report._replace(seconds=seconds | {"save": save_s, "publish": publish_s})
+
+    async def _have_written_again(self, step: int) -> bool:
+        """Reject what the workers wrote that were found out, and begin the step again with the rest. Return whether
+        there was such a group."""
+        taken, self._taken = self._taken, []
+        for one in taken:
+            if suspects := self._suspects(one.group):
+                await self._reject_for(one.group, suspects)
+            else:
+                self._taken.append(one)
+        num = len(taken) - len(self._taken)
+        log.warning("step %d is begun again: %d of its %d groups are rejected", step, num, len(taken))
+        return num > 0
 
     async def _make_safe(self, report: StepReport, batches: list[list[list[TrainSample]]]) -> float:
         """Save the step. Return how many seconds that took."""
@@ -233,12 +255,11 @@ class Loop:
                 f"step {step} is trained, and the manager gave no account of it for {_LINE_TIMEOUT_S:.0f} s"
             ) from error
 
-    async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], RejectedGroups]:
-        """Train on the round's groups as they arrive, at whichever replica is free. Return them by micro-batch, and the
-        groups rejected for equal rewards, including those that an earlier process rejected."""
+    async def _train_round(self, step: int, filtered: RejectedGroups) -> list[list[list[TrainSample]]]:
+        """Train on the round's groups as they arrive, at whichever replica is free. Return them by micro-batch. Groups
+        rejected for equal rewards go to `filtered`, which has those that an earlier process rejected."""
         waiting: list[Arrived] = []
         batches: list[list[list[TrainSample]]] = []
-        filtered = {} if self._safety is None else await self._safety.rejected_before(step)
         groups = self._teaching(step, filtered)
         if self._recipe.train.mode == "synchronous":
             groups = _in_order(groups)
@@ -254,16 +275,17 @@ class Loop:
         except BaseException:
             await self._replicas.give_up()
             raise
-        return batches, filtered
+        return batches
 
     async def _teaching(self, step: int, filtered: RejectedGroups) -> AsyncIterator[Arrived]:
         """Yield the groups of the round that are worth training on. Others are rejected, and the scheduler replaces
-        them: groups with equal rewards, which go to `filtered`, and groups that suspects wrote."""
+        them: groups with equal rewards, which go to `filtered`, and groups that suspects wrote. Groups that were taken
+        before the step began again come first."""
+        for one in list(self._taken):
+            yield one
         async for group in self._fleet.round(step):
             if suspects := self._suspects(group):
-                why = f"log-probabilities of {', '.join(suspects)} are too far from the trainer's"
-                self._suspected.update(suspects)
-                await self._fleet.reject(group, why, workers=suspects)
+                await self._reject_for(group, suspects)
                 continue
             samples = self._train_samples(group)
             if self._teaches_nothing(samples):
@@ -275,15 +297,25 @@ class Loop:
             else:
                 yield Arrived(group, samples, sum(map(_size, samples)))
 
+    async def _reject_for(self, group: Group, suspects: list[str]) -> None:
+        why = f"log-probabilities of {', '.join(suspects)} are too far from the trainer's"
+        self._suspected.update(suspects)
+        await self._fleet.reject(group, why, workers=suspects)
+
     def _suspects(self, group: Group) -> list[str]:
         """Return the group's workers that were too far off recently. The manager gives up one named three times."""
         if not self._too_far:
             return []
         until = group.step - 1 - self._recipe.max_staleness
         writers = {segment.worker for sample in group.samples for segment in sample.segments}
-        return sorted(name for name in writers if self._too_far.get(name, -1) >= until)
+        return sorted(name for name in writers & self._too_far.keys() if self._too_far[name] >= until)
 
-    def _all_suspected(self, step: int) -> str:
+    def _why_nothing(self, step: int) -> str:
+        if not self._suspected:
+            return (
+                f"step {step}: nothing of its round could be generated and scored; the manager's log says why, "
+                "and `polyrl ledger` counts it. The run can go on when that is mended"
+            )
         whose = ", ".join(f"worker {name or 'unknown'} ({num} groups)" for name, num in sorted(self._suspected.items()))
         return (
             f"step {step}: all groups of its round were rejected, since log-probabilities of their writers were too far"
@@ -323,12 +355,15 @@ class Loop:
         batch = [one.samples for one in arrived]
         its_replica = number if self._recipe.train.mode == "synchronous" else None
         replica = await self._replicas.free(its_replica)  # a group taken earlier would count as being trained
-        await self._fleet.take(*(one.group for one in arrived), worker=replica.worker)
+        taken = {one.group.id for one in self._taken}
+        new = [one for one in arrived if one.group.id not in taken]
+        self._taken += new
+        await self._fleet.take(*(one.group for one in new), worker=replica.worker)
 
         async def train() -> None:
             await self._replicas.add(replica, batch)
             await self._fleet.micro_batch_done(step, worker=replica.worker)
-            await self._events.groups_trained(step, len(batch))
+            await self._events.groups_trained(step, len(new))
 
         self._replicas.start(replica, train())
         return batch

@@ -257,11 +257,11 @@ class Replicas:
 
     # A step's end
 
-    async def finish(self) -> StepStats:
+    async def finish(self, *, may_be_void: bool = False) -> StepStats:
         """End the step at all replicas, each as soon as its devices train. The caller holds this process's devices; the
         others hold theirs until `release`."""
-        devices = self.own.devices
-        stats, *_ = await asyncio.gather(devices.run(self.own.steps.finish), self._tell(Finish()))
+        ours = self.own.devices.run(lambda: self.own.steps.finish(may_be_void=may_be_void))
+        stats, *_ = await asyncio.gather(ours, self._tell(Finish(may_be_void)))
         return stats
 
     async def serve_shares(self, facts: VersionFacts) -> None:
@@ -327,9 +327,9 @@ class EveryReplica:
         self._others[number - 1].send(Add(encode_groups(groups), first)).result()
         return Added(len(groups))
 
-    def finish(self) -> StepStats:
-        asked = [one.send(Finish()) for one in self._others]
-        stats = self._own.finish()
+    def finish(self, *, may_be_void: bool = False) -> StepStats:
+        asked = [one.send(Finish(may_be_void)) for one in self._others]
+        stats = self._own.finish(may_be_void=may_be_void)
         for one in asked:
             one.result()
         return stats

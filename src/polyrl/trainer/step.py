@@ -159,22 +159,26 @@ class StepAccumulator:
                     return False
         return True
 
-    def finish(self) -> StepStats:
+    def finish(self, *, may_be_void: bool = False) -> StepStats:
         """Divide, clip and update, for each mini-batch. Raises UserError and aborts the step when memory runs out: some
-        weights may be updated then."""
+        weights may be updated then.
+
+        `may_be_void`: a step most of whose samples are to be left out is aborted, and its stats say so.
+        """
         if self._step is None:
             raise RuntimeError("no step was begun")
-        step = self._step
+        step, has_several = self._step, self._config.has_several_updates
         self._meet()
-        if self._config.has_several_updates:
-            updates = [self._update(step) for _ in self._train_held(step)]
-            left_out, too_far = self._guard.found(ALONE if self._meeting is None else self._everyone)
-        else:
+        if not has_several:
             deque(self._train_held(step), maxlen=0)
-            left_out, too_far = self._guard.found(self._everyone)
-            if left_out:
-                self._train_without(left_out, step)
-            updates = [self._update(step)]
+        left_out, too_far = self._guard.found(ALONE if has_several and self._meeting is None else self._everyone)
+        num_good = self._added.num_samples - self._added.num_masked - (0 if has_several else len(left_out))
+        if may_be_void and len(left_out) > num_good:
+            self.abort()
+            return StepStats(step, Added(), {}, tuple(too_far.items()), is_void=True)
+        if left_out and not has_several:
+            self._train_without(left_out, step)
+        updates = [self._update(step) for _ in self._train_held(step)] if has_several else [self._update(step)]
         self._step, self._came = None, []
         num_told = self._added.num_trained_tokens * self._config.epochs
         metrics = mismatch.of_their_own(self._tally.metrics(num_told, self._everyone))

@@ -40,6 +40,8 @@ class StepStats(NamedTuple):
     metrics: dict[str, float]
     too_far: tuple[tuple[str, float], ...] = ()
     """Workers whose samples were left out for their log-probabilities (guard.py), each with its distance in nats."""
+    is_void: bool = False
+    """Nothing was trained, since most of the step's samples were to be left out."""
 
 
 class Steps(Protocol):
@@ -53,4 +55,4 @@ class Steps(Protocol):
 
     def add(self, groups: Sequence[TrainGroup], first: int | None = None) -> Added: ...
 
-    def finish(self) -> StepStats: ...
+    def finish(self, *, may_be_void: bool = False) -> StepStats: ...

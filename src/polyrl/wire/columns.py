@@ -108,16 +108,20 @@ def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: 
     Raises BadColumns.
     """
     if len(leases) % 8 or len(cells) % CELL_BYTES:
-        raise BadColumns("a column ends inside a number")
+        raise BadColumns(
+            f"columns of {len(leases)} and {len(cells)} bytes; expected eight a number: one ends inside a number"
+        )
     num = len(leases) // 8
     if not len(offsets) == len(counts) == len(versions) == 4 * num:
-        raise BadColumns(f"columns of {num} leases do not fit each other")
+        raise BadColumns(f"columns that do not fit each other; expected {num} numbers in each")
     num_tokens = unpack_column("I", counts)
     ends = [CELL_BYTES * end for end in accumulate(num_tokens)]
     if (ends[-1] if num else 0) != len(cells):
-        raise BadColumns("the counts do not add up to the cells")
+        raise BadColumns(
+            f"counts that add up to {sum(num_tokens)}; expected {len(cells) // CELL_BYTES}, as there are cells"
+        )
     if 0 in num_tokens:
-        raise BadColumns("a lease without a token")
+        raise BadColumns("a lease without a token; expected one at least")
     return Columns(
         unpack_column("Q", leases), unpack_column("I", offsets), num_tokens, unpack_column("i", versions), ends
     )
@@ -162,8 +166,8 @@ def why_no_ids(tokens: "np.ndarray[Any, Any]", size: int) -> str:
         return ""
     wrong = least if least < 0 else most
     if size == ANY_ID:
-        return f"a token id below 0: {wrong}"
-    return f"token id {wrong}; the vocabulary's are 0 to {size - 1}"
+        return f"token id {wrong}; expected 0 or more"
+    return f"token id {wrong}; expected 0 to {size - 1}, the vocabulary's"
 
 
 def why_no_logprobs(logprobs: "np.ndarray[Any, Any]") -> str:

@@ -35,6 +35,12 @@ def test_the_first_failure_ends_the_cases():
     assert "printed '2\\n', expected '3'" in verdict.detail
 
 
+def test_no_program_makes_anew_what_the_first_call_of_compile_makes():
+    """The types of syntax trees, which cost a third of a trivial program's time. What the zygote made is frozen."""
+    source = "import gc\nprint(sum(isinstance(one, type) and one.__module__ == 'ast' for one in gc.get_objects()))"
+    assert verdict_of(source, InputCase(output="0")).outcome == "passed"
+
+
 def test_arguments_inputs_and_values_may_be_large_and_a_case_beyond_all_is_no_fault_of_the_program():
     numbers, text = list(range(400_000)), "x" * 3_000_000
     right = "def f(x): return [one + 1 for one in x]"

@@ -16,7 +16,7 @@ from polyrl.manager.frames_in.presence import is_present
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.relay_addresses import own_addresses
-from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.peers.sessions import WorkerSession, most_small_frames
 from polyrl.manager.run import AT_LAST_BEATS, Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
@@ -50,7 +50,7 @@ def _hear(lobby: Lobby, session: WorkerSession, raw: bytes) -> None:
     except frames.NO_FRAME as error:
         raise Refused("frame", f"not a frame: {error}") from error
     if not session.greeted and not isinstance(frame, frames.Hello):
-        raise Refused("order", f"a {type(frame).__name__} before a Hello")
+        raise Refused("order", f"a {type(frame).__name__}; expected a Hello first")
     session.heard_at = lobby.now()
     lobby.dirty[session.key] = session
     run = lobby.run
@@ -60,7 +60,9 @@ def _hear(lobby: Lobby, session: WorkerSession, raw: bytes) -> None:
         intake.take_in(run, session, frame, raw)
         return
     if not session.may_say(frame, session.heard_at, lobby.settings.stream.heartbeat_interval_s):
-        raise Refused("flood", f"too many frames within a heartbeat, the last a {type(frame).__name__}")
+        raise Refused(
+            "flood", f"too many frames within a heartbeat, the last a {type(frame).__name__}; {_expected(lobby)}"
+        )
     match frame:
         case frames.Leaving():
             _leaving(lobby, session, frame.reason, frame.notice_s)
@@ -86,7 +88,7 @@ def _hear_before_a_run(lobby: Lobby, session: WorkerSession, frame: NewsOfAnEngi
         case frames.Report():
             session.report = frame
         case frames.Installed():
-            raise Refused("version", _never_published(frame.version))
+            raise Refused("version", _never_published(frame.version, -1))
         case frames.InstallFailed():
             lobby.refused["late_news"] += 1
         case frames.Down():
@@ -117,7 +119,7 @@ def _hear_in_a_run(run: Run, session: WorkerSession, frame: NewsOfAnEngine) -> N
         case frames.Back():
             _back(run, session, frame.version, "")
         case frames.OnDuty() if not session.facts.local:
-            raise Refused("order", "a change of duty; only the trainer's own workers have duties")
+            raise Refused("order", "a change of duty; expected none, since only the trainer's own workers have duties")
         case frames.OnDuty():
             run.tell(e.DutyChanged(session.name, session.incarnation, frame.duty))
         case _:
@@ -135,7 +137,7 @@ def _leaving(lobby: Lobby, session: WorkerSession, why: str, notice_s: Seconds) 
 def _count_news(lobby: Lobby, session: WorkerSession, what: str) -> None:
     """Raise Refused for a worker that fills the journal with its messages."""
     if not session.may_tell(session.heard_at, lobby.settings.stream.heartbeat_interval_s):
-        raise Refused("flood", f"too much news, the last {what}")
+        raise Refused("flood", f"too much news, the last {what}; {_expected(lobby)}")
 
 
 def _goodbye(lobby: Lobby, session: WorkerSession, goodbye: frames.Goodbye) -> None:
@@ -154,17 +156,24 @@ def _refuse(lobby: Lobby, session: WorkerSession, refused: Refused) -> None:
     lobby.forget(session.name, f"refused: {refused}", in_anger=True)
 
 
-def _never_published(version: int) -> str:
-    return f"version {version} was never published"
+def _never_published(version: int, newest: int) -> str:
+    return f"version {version} was never published; expected {f'at most {newest}' if newest >= 0 else 'none yet'}"
+
+
+def _expected(lobby: Lobby) -> str:
+    most = most_small_frames(lobby.settings.stream.heartbeat_interval_s)
+    return f"expected {most:g} at once at most, and few from then on"
 
 
 def _check_version(run: Run, session: WorkerSession, installed: frames.Installed) -> None:
     version = installed.version
     if version > run.desk.state.published:
-        raise Refused("version", _never_published(version))
+        raise Refused("version", _never_published(version, run.desk.state.published))
     digest = run.payload.digest_of(version)
     if not _is_ours(run, version, installed.digest) and not session.facts.local:  # that one has the trainer's own
-        raise Refused("digest", f"version {version} is {digest or 'a number'}, not {installed.digest or 'a number'}")
+        raise Refused(
+            "digest", f"version {version} as {installed.digest or 'a number'}; expected {digest or 'a number'}"
+        )
 
 
 def _installed(run: Run, session: WorkerSession, version: Version) -> None:
@@ -223,10 +232,12 @@ def _is_ours(run: Run, version: int, digest: str) -> bool:
 def _greet(lobby: Lobby, session: WorkerSession, hello: frames.Hello, worker: Worker | None) -> None:
     """Check a connection's first frame, and note what it says of the worker itself."""
     if len(hello.leases) % 8:
-        raise Refused("columns", "a column ends inside a number")
+        raise Refused(
+            "columns", f"{len(hello.leases)} bytes of leases, which ends inside a number; expected eight each"
+        )
     intake.check_amount(session, worker, len(hello.leases) // 8)
     if session.greeted:
-        raise Refused("order", "a second Hello on one connection")
+        raise Refused("order", "a second Hello on one connection; expected one")
     session.greeted = lobby.is_urgent = True
     session.is_expected = False
     session.weight_addresses = _own_addresses(lobby, session, hello.weight_addresses)
@@ -242,7 +253,7 @@ def _hello(run: Run, session: WorkerSession, hello: frames.Hello) -> None:
     desk = run.desk
     theirs = list(dict.fromkeys(map(LeaseId, columns.unpack_column("Q", hello.leases))))
     if theirs and max(theirs) >= desk.state.next_lease:
-        raise Refused("lease", f"it holds lease {max(theirs)}, which was never given")
+        raise Refused("lease", f"it holds lease {max(theirs)}, which was never given; expected its own")
     ours = worker.leases
     held = tuple(frames.HeldLease(one, run.payload.tokens_of(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))

@@ -13,7 +13,7 @@ from polyrl.ids import LeaseId, SampleId, group_of, show_sample
 from polyrl.manager import frames_out
 from polyrl.manager.frames_in import stride
 from polyrl.manager.payload import SampleTokens, append_cells, without_rows
-from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.peers.sessions import WorkerSession, most_small_frames
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
@@ -23,7 +23,7 @@ from polyrl.wire.control import AnswerRules
 
 log = logging.getLogger("polyrl.manager")
 
-BEFORE_ANY_LEASE = "tokens before any lease"
+BEFORE_ANY_LEASE = "tokens before any lease; expected them after an order"
 _ROWS_A_LEASE = 4
 _MORE_ROWS = 64
 """Room for leases with rows of two versions, and for those that are over without the worker's knowing."""
@@ -45,8 +45,8 @@ def take_in(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: byte
     except BadColumns as error:
         raise Refused("columns", str(error)) from error
     if column.leases:
-        if max(map(int.__add__, column.offsets, column.counts)) > desk.max_new_tokens:
-            raise Refused("budget", f"more than {desk.max_new_tokens} tokens of a sample")
+        if (most := max(map(int.__add__, column.offsets, column.counts))) > desk.max_new_tokens:
+            raise Refused("budget", f"{most} tokens of a sample; expected no more than {desk.max_new_tokens}")
         _check_versions(run, worker, column)
     session.acknowledge(frame.seq, has_ends=bool(frame.ended))
     idle, num_missing, num_gaps, num_invented = _append(run, worker, column, frame.cells)
@@ -63,23 +63,25 @@ def take_in(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: byte
     if num_vain or not column.leases:
         _check_waste(run, session, num_vain, num_missing, brings=bool(ends) or len(idle) < len(column.leases))
     if num_invented:
-        raise Refused("lease", f"tokens of {num_invented} leases that were never given")
+        raise Refused("lease", f"tokens of {num_invented} leases that were never given; expected its own")
     if num_gaps:
-        raise Refused("offset", f"{num_gaps} samples with a gap in their tokens")
+        raise Refused("offset", f"{num_gaps} samples with a gap in their tokens; expected what follows the last")
 
 
 def check_amount(session: WorkerSession, worker: Worker | None, num_leases: int) -> None:
     """Refuse more rows than the worker can have: a million lookups would hold the other peers up."""
     most = session.facts.slots if worker is None else max(session.most_held, len(worker.leases))
     if num_leases > _ROWS_A_LEASE * most + _MORE_ROWS:
-        raise Refused("lease", f"news of {num_leases} leases in one frame; it had {most} at once")
+        raise Refused("lease", f"news of {num_leases} leases in one frame; expected few, since it had {most} at once")
 
 
 def _check_waste(run: Run, session: WorkerSession, num_rows: int, num_tokens: int, *, brings: bool) -> None:
     if brings and num_rows < _MORE_ROWS and num_tokens < _MORE_ROWS:  # nearly always: a sample was aborted just now
         return
-    if not session.may_waste(num_rows, num_tokens, session.heard_at, run.lobby.settings.stream.heartbeat_interval_s):
-        raise Refused("flood", "too many tokens of leases that are over")
+    beat_s = run.lobby.settings.stream.heartbeat_interval_s
+    if not session.may_waste(num_rows, num_tokens, session.heard_at, beat_s):
+        most = f"{most_small_frames(beat_s):g} frames of them at once at most"
+        raise Refused("flood", f"too many tokens of leases that are over; expected {most}")
 
 
 def _took_stride(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
@@ -108,9 +110,11 @@ def _check_versions(run: Run, worker: Worker, column: columns.Columns) -> None:
         if sample is None or sample.worker != worker.seat:
             continue  # late, and perhaps of a version that was replaced since
         if not 0 <= version <= held:
-            raise Refused("version", f"tokens of a version that it does not hold; it holds {held}")
+            raise Refused("version", f"tokens of version {version}, which it does not hold; expected those of {held}")
         if version < sample.version:
-            raise Refused("version", f"tokens of version {version}; the lease was given to {sample.version}")
+            raise Refused(
+                "version", f"tokens of version {version}; expected {sample.version}, which the lease was given to"
+            )
 
 
 def _journal_tokens(
@@ -176,13 +180,13 @@ def _check_ends(
         sample = worker.leases.get(LeaseId(one.lease))
         if sample is None or one.lease in known:
             if one.lease >= run.desk.state.next_lease:
-                lie = Refused("lease", f"an end of lease {one.lease}, which was never given")
+                lie = Refused("lease", f"an end of lease {one.lease}, which was never given; expected its own")
                 break
             run.lobby.refused["late_lease"] += 1
             continue
         num_tokens = run.payload.tokens_of(sample).num_tokens
         if one.num_tokens != num_tokens:
-            lie = Refused("offset", f"an end after {one.num_tokens} tokens; {num_tokens} have come")
+            lie = Refused("offset", f"an end after {one.num_tokens} tokens; expected {num_tokens}, which have come")
             break
         if one.reason in ("stop", "length") and (why := _why_no_end(run, sample, one)):
             lie = Refused("end", why)
@@ -197,7 +201,7 @@ def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
     call = tokens.calls[-1] if tokens.calls else None
     num_tokens = ended.num_tokens - (0 if call is None else call.start)
     if num_tokens <= 0:
-        return "an answer without a token"
+        return f"an answer without a token ({num_tokens}); expected at least one"
     rules, prompt = run.answers, run.payload.prompts.get(group_of(sample))
     if rules is None or prompt is None:
         return ""
@@ -206,9 +210,9 @@ def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
         most = min(frames_out.max_tokens(run, sample), rules.max_context - num_prompt)
         most = most if call is None else call.max_tokens
         if num_tokens > most and call is not None:
-            return f"an answer of {num_tokens} tokens; the cap of its call is {most}"
+            return f"an answer of {num_tokens} tokens; expected no more than {most}, the cap of its call"
         if ended.reason == "length" and num_tokens < most:
-            return f"an answer cut off after {num_tokens} tokens; the cap is {most}: is its engine's context shorter?"
+            return f"an answer cut off after {num_tokens} tokens; expected {most}: is its engine's context shorter?"
     return "" if ended.reason == "length" else _why_no_stop(tokens, prompt.sampling, rules)
 
 
@@ -219,9 +223,10 @@ def _why_no_stop(tokens: SampleTokens, sampling: frames.Sampling, rules: AnswerR
     if stop or sampling.imposed is not None:  # a stop string, or an imposed length: not for us to judge
         return ""
     last = int.from_bytes(tokens.cells[-CELL_BYTES:][:4], "little")
-    if last in stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
+    ends = (*stop_ids, *(() if sampling.ignore_eos else rules.end_ids))
+    if last in ends:
         return ""
-    return f"an answer that stopped with token id {last}, which ends none"
+    return f"an answer that stopped with token id {last}, which ends none; expected one of {ends}"
 
 
 def _ended(run: Run, session: WorkerSession, worker: Worker, ended: frames.Ended) -> None:

@@ -37,6 +37,11 @@ _HELD_A_FRAME = 256
 """Episodes listed by a host that connects that count as one more frame of it: each is looked up."""
 
 
+def most_small_frames(heartbeat_interval_s: float) -> float:
+    """Return how many small frames a worker may send at once."""
+    return _MOST_SMALL_FRAMES / min(1.0, heartbeat_interval_s)
+
+
 class WorkerSession:
     """The session of a worker, in one of its lives."""
 
@@ -96,7 +101,7 @@ class WorkerSession:
     def begin(self, now: float, heartbeat_interval_s: float) -> None:
         """Note that it has joined."""
         self.heard_at = self.told_at = self.told_heard_at = self._counted_at = now
-        self._num_small = _SPENT_AT_JOIN * _MOST_SMALL_FRAMES / min(1.0, heartbeat_interval_s)
+        self._num_small = _SPENT_AT_JOIN * most_small_frames(heartbeat_interval_s)
 
     def may_say(self, frame: frames.FromWorker, now: float, heartbeat_interval_s: float) -> bool:
         """Count a frame other than tokens. Returns False when there are far too many."""
@@ -119,7 +124,7 @@ class WorkerSession:
         beats = max(0.0, now - self._counted_at) / beat_s  # a run that opens sets the clock back
         self._counted_at = now
         self._num_small = max(0.0, self._num_small - beats * _SMALL_FRAMES_A_BEAT) + cost
-        return self._num_small <= _MOST_SMALL_FRAMES / beat_s
+        return self._num_small <= most_small_frames(beat_s)
 
     def order(self, order: frames.Order) -> None:
         self._orders.append(order)

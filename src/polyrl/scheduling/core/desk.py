@@ -29,7 +29,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 10
+RULES = 11
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; an unrequested hand-over and refused tokens count as no failure; one
@@ -56,6 +56,7 @@ RULES = 10
     9    a step's line tells adaptive factors (steps.py)
     10   hosts that never played an episode to its end cost none while another may play it (episodes.py); of places that
          samples of a round wait for, every second one at most goes to what was asked (leases.py)
+    11   a prompt whose group is rejected for what a worker wrote is written again, and costs no refill (rejecting.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")

@@ -118,6 +118,8 @@ class Worker(Struct):
     """Groups that the trainer has rejected for what it wrote."""
     has_answered: bool = False
     """It has brought an answer, and the trainer has rejected none of it since."""
+    is_believed: bool = False
+    """Answers of it were trained, and the trainer has rejected none of it since."""
     num_waiting: int = 0
     """Samples that its engine itself holds back, and not only because it computes prompts."""
     held_back_at: int = -1

@@ -79,7 +79,7 @@ def rejected(desk: Desk, worker: Worker) -> bool:
     """Note that the trainer rejected a group for what this worker wrote. Return whether the worker is to be given
     up."""
     worker.num_rejected += 1
-    worker.has_answered = False
+    worker.has_answered = worker.is_believed = False
     return worker.num_rejected >= desk.config.fleet_rules.max_failures and worker.state != "draining"
 
 
@@ -154,18 +154,38 @@ def choose(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> Worker | N
 def _candidates(desk: Desk, group: TrackedGroup) -> list[Worker]:
     """Return the workers that a failed sample may go to.
 
-    Workers without any failure come first, those that have answered before the others; then workers that have not
-    failed this group, then all others. Without this order, several workers that fail everything would be the least
-    loaded and get the sample one after the other.
+    A prompt that is written again goes to workers of which answers were trained, and waits for them: under a new name
+    answers are soon made up. Otherwise, workers without any failure come first, those that have answered before the
+    rest; then workers that have not failed this group, then all others. Without this order, several workers that fail
+    everything would be the least loaded and get the sample one after the other.
     """
     willing = others(desk, group)
     sound = [one for one in willing if not one.is_doubtful]
     if desk.state.rules < _MANY_NAMES:
         return sound or willing or _able(desk, group)
+    if group.is_again and ((believed := [one for one in sound if _is_believed(one)]) or _believed_come(desk, group)):
+        return believed
     if found := [one for one in sound if one.is_proven] or sound or willing:
         return found
     able = _able(desk, group)
     return [one for one in able if one.is_proven] or ([] if _is_awaited(desk, group) else able)
+
+
+def _is_believed(worker: Worker) -> bool:
+    return worker.local or worker.is_believed
+
+
+def _believed_come(desk: Desk, group: TrackedGroup) -> bool:
+    """Return whether a worker may write the group later of which answers were trained: its devices train now, say."""
+    able = [one.seat for one in _able(desk, group)]
+    return any(
+        _is_believed(one)
+        and one.state != "draining"
+        and not (one.down or one.is_doubtful or one.num_pull_failures)
+        and one.seat not in group.failed_on
+        and one.seat not in able
+        for one in desk.seats.values()
+    )
 
 
 def waits_for_another(desk: Desk, round_: Round) -> bool:

@@ -1,8 +1,11 @@
 """Groups that were delivered and that the trainer does not train on, or not with all of their samples.
 
 Rules kept here: a group that is rejected is dropped, and the workers whose tokens it is rejected for are counted, and
-given up in the end. A sample that has no reward as part of its group leaves it; the trainer, which alone knows the
-others' rewards, decides whether they are enough. News of a group that is over, or that was told before, is late.
+given up in the end. The prompt of such a group is written again: it is not at fault, and a process that joins under
+several names had a round lose all of its prompts, and the run end. Where the trainer's own workers alone are named,
+which are never given up, a fresh prompt takes its place, as often as a round may be refilled. A sample that has no
+reward as part of its group leaves it; the trainer, which alone knows the others' rewards, decides whether they are
+enough. News of a group that is over, or that was told before, is late.
 """
 
 from polyrl.ids import Seconds
@@ -11,15 +14,20 @@ from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.samples import TrackedGroup
 from polyrl.scheduling.parts import devices, failures, leases, membership, rounds
 
+WRITTEN_AGAIN = 11
+"""The first rules by which a prompt is written again whose group was rejected for what a worker wrote."""
+
 
 def group_rejected(desk: Desk, event: e.GroupRejected, now: Seconds) -> None:
     group = desk.groups.get(event.group)
     if group is None or not _is_delivered(group):
         desk.ledger.late_news += 1
         return
-    rounds.drop_group(desk, group, desk.rounds[group.step], "filtered", event.reason, now)
-    for name in event.blamed:
-        worker = desk.seats.get(desk.state.fleet.by_name.get(name, -1))
+    blamed = [desk.seats.get(desk.state.fleet.by_name.get(name, -1)) for name in event.blamed]
+    is_ours = all(worker is not None and worker.local for worker in blamed)
+    end = rounds.drop_group if is_ours or desk.state.rules < WRITTEN_AGAIN else rounds.write_again
+    end(desk, group, desk.rounds[group.step], "filtered", event.reason, now)
+    for worker in blamed:
         if worker is not None and not worker.local and failures.rejected(desk, worker):
             why = f"{worker.num_rejected} groups were rejected for what it wrote, the last for {event.reason}"
             membership.lose(desk, worker, why, now, tell=True, rejoin=False)

@@ -1,4 +1,4 @@
-"""From a requested round to a trained step: groups race, claim their places, are scored, delivered and trained.
+"""From a requested round to its last group: groups race, claim their places, are scored and delivered.
 
 Rules kept here:
 - The race is decided by the order in which samples are generated, never by how fast their rewards are: a slow sandbox
@@ -6,8 +6,10 @@ Rules kept here:
   places are all claimed, its other groups are deferred at that moment.
 - Whole groups only, each delivered once. A group that cannot be completed is dropped with a reason and replaced by a
   fresh prompt, or the step goes on with one less; both are in the ledger.
-- A sample is trained if and only if the trainer took its group. Groups that were not taken when the step ended are
-  discarded.
+- A prompt whose group the trainer rejects for what a worker wrote is written again in the same round: such groups cost
+  neither prompts nor places, so a process with a worker token can use up neither.
+
+taking.py has what follows: groups that the trainer takes.
 """
 
 from polyrl.ids import GroupId, Seconds, Step
@@ -24,9 +26,7 @@ from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.ledger import DiscardCause, length_bin
 from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import hosting, leases, scoring
-from polyrl.scheduling.rules import tail_batching
 from polyrl.scheduling.rules.order import mix64
-from polyrl.scheduling.rules.play_limits import TICKS_PER_S
 from polyrl.scheduling.rules.staleness import newest_step
 from polyrl.scheduling.rules.tail_batching import PlannedPrompt, RoundPlan
 
@@ -77,7 +77,7 @@ def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
     )
     desk.rounds[step] = round_
     ledger.rounds[plan.kind] = ledger.rounds.get(plan.kind, 0) + 1
-    ledger.prompts_started += plan.num_passed_over
+    ledger.prompts_started += plan.num_passed_over + sum(one.first_deferred_step < 0 for one in plan.choices)
     ledger.num_deferrals += plan.num_passed_over
     planned = [_add_group(desk, round_, choice, plan.num_samples) for choice in plan.choices]
     round_.fresh.reverse()
@@ -116,8 +116,6 @@ def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: in
         round_.fresh += group.sample_ids()
         round_.num_waiting += num_samples
     desk.ledger.samples_started += num_samples
-    if choice.first_deferred_step < 0:
-        desk.ledger.prompts_started += 1
     return PlannedGroup(group_id, choice.domain, choice.prompt, choice.epoch, num_samples)
 
 
@@ -187,7 +185,7 @@ def score_if_generated(desk: Desk, round_: Round) -> None:
         return
     for group_id in list(round_.groups):
         group = desk.groups[group_id]
-        for sample in _samples(desk, group):
+        for sample in samples_of(desk, group):
             if sample.state == "generated":
                 scoring.score(desk, sample, group)
 
@@ -208,7 +206,7 @@ def _claim(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None
     round_.claims[group.domain] += 1
     round_.num_open[group.domain] -= 1
     designated = desk.config.rounds.tail_batching == "designated"
-    for sample in _samples(desk, group):
+    for sample in samples_of(desk, group):
         running = sample.state in ("unhosted", "playing", "waiting", "leased", "stopping")
         if running and not (designated and sample.kept):
             leases.discard_sample(desk, sample, round_, "speculation", "its group has enough answers", now)
@@ -228,10 +226,9 @@ def _defer_if_full(desk: Desk, round_: Round, domain: int, now: Seconds) -> None
 
 def _defer(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None:
     why = "the step's places are taken: it waits for a long round"
-    _discard_group(desk, group, round_, "deferral", why, now)
+    discard_group(desk, group, round_, "deferral", why, now)
     round_.num_open[group.domain] -= 1
-    choice = PlannedPrompt(group.domain, group.prompt, group.epoch, group.times_deferred, group.first_deferred_step)
-    desk.planner.defer(desk.state.tail, choice, round_.step)
+    desk.planner.defer(desk.state.tail, _choice_of(group), round_.step)
     desk.ledger.num_deferrals += 1
     desk.commands.append(DropGroup(group.id, why))
 
@@ -260,7 +257,7 @@ def _drop_sample(desk: Desk, sample: TrackedSample, round_: Round, cause: Discar
     group = desk.groups[sample.group]
     counted = sample.state == "scoring"
     leases.discard_sample(desk, sample, round_, cause, why, now)
-    alive = sum(1 for one in _samples(desk, group) if one.state != "discarded" and one.kept)
+    alive = sum(1 for one in samples_of(desk, group) if one.state != "discarded" and one.kept)
     if counted:
         group.num_generated -= 1
     if alive < group.need:
@@ -292,7 +289,7 @@ def _deliver(desk: Desk, group: TrackedGroup, round_: Round) -> None:
     round_.num_ready -= 1
     round_.num_delivered += 1
     desk.devices_due = True
-    kept = tuple(sample.id for sample in _samples(desk, group) if sample.state == "scored")
+    kept = tuple(sample.id for sample in samples_of(desk, group) if sample.state == "scored")
     desk.commands.append(DeliverGroup(round_.step, group.id, kept, "all its samples are scored"))
 
 
@@ -315,11 +312,32 @@ def _close_if_complete(desk: Desk, round_: Round, now: Seconds) -> None:
 
 def drop_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
     """Drop a prompt from the run. A fresh one takes its place, or the step goes on with one less."""
-    before = group.state
-    _discard_group(desk, group, round_, cause, reason, now)
-    desk.ledger.drop_prompt(cause)
-    desk.commands.append(DropGroup(group.id, reason))
     domain = group.domain
+    _leave(desk, group, round_, cause, reason, now)
+    desk.ledger.drop_prompt(cause)
+    if round_.claims[domain] + round_.num_open[domain] < round_.quotas[domain]:
+        _refill(desk, round_, domain)
+    _defer_if_full(desk, round_, domain, now)
+    _close_if_complete(desk, round_, now)
+
+
+def write_again(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
+    """Have a prompt written anew, in another group of its round. It is no refill, of which a round has so many."""
+    _leave(desk, group, round_, cause, reason, now)
+    again = _replace(
+        desk, round_, _choice_of(group), "in place of a group that was rejected for what its workers wrote"
+    )
+    again.is_again = True
+    for sample in samples_of(desk, again):
+        if sample.state == "waiting":  # no episode: only some workers may get it
+            sample.num_failures = 1
+            round_.failed.append(sample.id)
+
+
+def _leave(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
+    before, domain = group.state, group.domain
+    discard_group(desk, group, round_, cause, reason, now)
+    desk.commands.append(DropGroup(group.id, reason))
     if before == "open":
         round_.num_open[domain] -= 1
     else:
@@ -329,10 +347,6 @@ def drop_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCau
     elif before in ("delivered", "taken"):
         round_.num_delivered -= 1
         round_.closed_at = None  # the trainer is told anew, with the number that is due now
-    if round_.claims[domain] + round_.num_open[domain] < round_.quotas[domain]:
-        _refill(desk, round_, domain)
-    _defer_if_full(desk, round_, domain, now)
-    _close_if_complete(desk, round_, now)
 
 
 def _refill(desk: Desk, round_: Round, domain: int) -> None:
@@ -344,32 +358,34 @@ def _refill(desk: Desk, round_: Round, domain: int) -> None:
         round_.quotas[domain] -= 1
         return
     round_.num_refills += 1
-    planned = _add_group(desk, round_, choice, config.samples_per_prompt)
-    desk.commands.append(AddGroup(round_.step, planned, "in place of a dropped prompt"))
+    desk.ledger.prompts_started += 1
+    _replace(desk, round_, choice, "in place of a dropped prompt")
+
+
+def _replace(desk: Desk, round_: Round, choice: PlannedPrompt, why: str) -> TrackedGroup:
+    planned = _add_group(desk, round_, choice, desk.config.rounds.samples_per_prompt)
+    desk.commands.append(AddGroup(round_.step, planned, why))
     desk.place_due = True
     desk.devices_due = True
+    return desk.groups[planned.group]
 
 
-def _discard_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+def _choice_of(group: TrackedGroup) -> PlannedPrompt:
+    return PlannedPrompt(group.domain, group.prompt, group.epoch, group.times_deferred, group.first_deferred_step)
+
+
+def discard_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
     """End all of a group's samples untrained, and forget it."""
-    for sample in _samples(desk, group):
+    for sample in samples_of(desk, group):
         if sample.state != "discarded":
             scoring.cancel(desk, sample, why)
             leases.discard_sample(desk, sample, round_, cause, why, now)
-    _forget(desk, group)
+    forget(desk, group)
     del round_.groups[group.id]
 
 
-def _measured(desk: Desk, group: TrackedGroup, lengths: list[int]) -> list[int]:
-    """Return how long the group's samples were, for tail batching: their tokens, or hundredths of a second; of episodes
-    that were begun again, nothing."""
-    if not tail_batching.is_timed(desk.config.rounds, desk.config.domains[group.domain]):
-        return lengths
-    clocks = [desk.state.playtimes.get(one.id) for one in _samples(desk, group) if one.state == "scored"]
-    return [max(1, round(one.took_s * TICKS_PER_S)) for one in clocks if one is not None and one.took_s is not None]
-
-
-def _forget(desk: Desk, group: TrackedGroup) -> None:
+def forget(desk: Desk, group: TrackedGroup) -> None:
+    """Remove a group and its samples from the state."""
     playtimes = desk.state.playtimes
     for one in group.sample_ids():
         del desk.samples[one]
@@ -378,68 +394,6 @@ def _forget(desk: Desk, group: TrackedGroup) -> None:
     del desk.groups[group.id]
 
 
-def _samples(desk: Desk, group: TrackedGroup) -> list[TrackedSample]:
+def samples_of(desk: Desk, group: TrackedGroup) -> list[TrackedSample]:
     samples = desk.samples
     return [samples[one] for one in group.sample_ids()]
-
-
-# Training
-
-
-def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
-    """Return whether a micro-batch began: none does by repeated news."""
-    began = False
-    for group_id in groups:
-        group = desk.groups.get(group_id)
-        if group is None or group.step != step or group.state != "delivered":
-            desk.ledger.late_news += 1
-        else:
-            group.state = "taken"
-            began = True
-    return began
-
-
-def give_again(desk: Desk, step: Step) -> None:
-    """Deliver the taken groups again and close the round again, for a trainer that begins the step anew."""
-    round_ = desk.rounds.get(step)
-    if round_ is None:
-        desk.ledger.late_news += 1
-        return
-    for group_id in round_.groups:
-        group = desk.groups[group_id]
-        if group.state == "taken":
-            group.state = "delivered"
-            kept = tuple(sample.id for sample in _samples(desk, group) if sample.state == "scored")
-            desk.commands.append(DeliverGroup(step, group_id, kept, "the trainer begins the step anew"))
-    if round_.closed_at is not None:
-        desk.commands.append(CloseRound(step, round_.num_delivered, "the trainer begins the step anew"))
-
-
-def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]:
-    """Settle every group of a step that is trained. Return (groups, samples, longest answer) trained."""
-    state = desk.state
-    ledger = desk.ledger
-    num_groups = num_samples = longest = 0
-    for group_id in list(round_.groups):
-        group = desk.groups[group_id]
-        if group.state != "taken":
-            _discard_group(desk, group, round_, "not_taken", "the step ended without it", now)
-            ledger.drop_prompt("not_taken")
-            continue
-        lengths = [sample.num_tokens for sample in _samples(desk, group) if sample.state == "scored"]
-        for num_tokens in lengths:
-            ledger.trained_by_bin[length_bin(num_tokens)] += 1
-        ledger.tokens_kept += sum(lengths)
-        ledger.samples_trained += len(lengths)
-        ledger.prompts_trained += 1
-        measured = _measured(desk, group, lengths)
-        if measured and desk.config.rounds.adaptive:
-            state.tail.correlation.observe(measured)
-        if measured:
-            desk.planner.remember(state.tail, group.domain, group.prompt, sum(measured) / len(measured))
-        num_groups += 1
-        num_samples += len(lengths)
-        longest = max(longest, *lengths)
-        _forget(desk, group)
-    del desk.rounds[round_.step]
-    return num_groups, num_samples, longest

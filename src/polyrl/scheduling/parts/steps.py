@@ -19,7 +19,7 @@ from polyrl.scheduling.core.fleet import Worker, settle
 from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.samples import Round
-from polyrl.scheduling.parts import devices, membership, reshaping, reward_workers, rounds
+from polyrl.scheduling.parts import devices, membership, reshaping, reward_workers, taking
 from polyrl.scheduling.rules import adaptive, scaling, seeding, tail_batching
 from polyrl.scheduling.rules.autoscaling import ScaledWorker
 from polyrl.scheduling.rules.play_limits import TICKS_PER_S
@@ -85,7 +85,7 @@ def training_paused(desk: Desk, step: Step, worker: WorkerName, now: Seconds) ->
 def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
     """Begin the step anew: the trainer has lost its gradients, and the time they took."""
     training_paused(desk, step, WorkerName(""), now)
-    rounds.give_again(desk, step)
+    taking.give_again(desk, step)
     if step == next(iter(desk.rounds), None):
         clock = desk.state.clock
         clock.wait_train_s = clock.train_s = 0.0
@@ -147,7 +147,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         settle_host(host, desk.ledger, now)
     reward_workers.settle_all(desk, now)
     kept_before = desk.ledger.tokens_kept
-    num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
+    num_groups, num_samples, longest = taking.train_taken(desk, round_, now)
     times = _measure(desk, now)
     _take_window_in_force(desk, round_.kind, times.workers_now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)

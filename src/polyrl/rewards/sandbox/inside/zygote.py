@@ -47,6 +47,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     for name in _OFTEN_USED.split():
         __import__(name)
+    compile("", "main.py", "exec")  # the first call makes a hundred types, which took a third of a program's CPU time
     settings["filter"] = bytes.fromhex(settings.get("filter", ""))
     _hide_own_modules()
     sys.argv = ["main.py"]
