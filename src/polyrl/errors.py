@@ -12,13 +12,8 @@ PolyrlError                 everything we raise on purpose
 └── LawViolation            a bug of ours: an invariant of the scheduler does not hold     (never caught)
 """
 
-import msgspec
-
 EXIT_BAD_INPUT = 2
 """The exit code of a process that ended with a UserError."""
-
-NOT_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The exceptions of msgspec's decoders for bytes that are not what was expected: nested without end, too."""
 
 
 class PolyrlError(Exception):

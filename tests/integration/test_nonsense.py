@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.properties.hostile import random_config
 
-from polyrl.errors import NOT_DATA
 from polyrl.ids import WorkerName
 from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
@@ -26,6 +25,7 @@ from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
+from polyrl.not_data import NOT_DATA
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker

@@ -110,7 +110,7 @@ def test_what_trains_otherwise_is_a_break_with_its_name_and_both_values(tmp_path
         ("rollout.max_new_tokens=5", "the manager opened the run with it"),
         ("data.template={prompt} =", "the open round is half made with it"),
         ("lora.rank=4", "the checkpoint holds the tensors"),
-        ("checkpoint.enabled=false", "nobody could go on"),
+        ("checkpoint.enabled=false", "the steps that follow could not be resumed"),
     ],
 )
 def test_everything_else_is_refused_by_its_name_with_the_reason(run_dir: Path, override: str, why: str):
@@ -272,9 +272,9 @@ def test_the_best_is_by_a_metric_that_validation_has(overrides: list[str], messa
 def test_ranks_divide_weights_and_low_rank_changes_and_the_plain_optimizer():
     load_recipe("arithmetic", ["train.ranks=2"])
     load_recipe("arithmetic", ["train.ranks=2", "lora.rank=4"])
-    for override in ("optimizer.offload=true", "optimizer.kind=adamw8bit"):
-        with pytest.raises(ConfigError, match=r"^train\.ranks: expected 1, since"):
-            load_recipe("arithmetic", ["train.ranks=2", override])
+    load_recipe("arithmetic", ["train.ranks=2", "optimizer.offload=true"])
+    with pytest.raises(ConfigError, match=r"^train\.ranks: expected 1, since"):
+        load_recipe("arithmetic", ["train.ranks=2", "optimizer.kind=adamw8bit"])
 
 
 def test_a_disk_that_is_full_leaves_the_recipe_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrl.errors import NOT_DATA
+from polyrl.not_data import NOT_DATA
 from polyrl.wire import frames
 from polyrl.wire.columns import (
     ANY_VOCABULARY,

@@ -15,7 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from polyrl.errors import NOT_DATA, UserError
+from polyrl.errors import UserError
+from polyrl.not_data import NOT_DATA
 from polyrl.wire import frames
 from polyrl.wire.dial import Dialer, Patience, SessionOver, Starting, Unreachable, pauses
 

@@ -19,10 +19,11 @@ from polyrl.dashboard import alarms, waiting
 from polyrl.dashboard.curves import Curves
 from polyrl.dashboard.following import Follower
 from polyrl.dashboard.rollouts import Rollouts
-from polyrl.errors import NOT_DATA, PolyrlError, UserError
+from polyrl.errors import PolyrlError, UserError
 from polyrl.ids import parse_sample
 from polyrl.journal.files import LIVE_FOLDER, find_begun, open_journals
 from polyrl.journal.story import UnknownSample, tell_story
+from polyrl.not_data import NOT_DATA
 from polyrl.run.diagnosis import Diagnosis, diagnose, diagnose_remains
 from polyrl.run.kept_samples import recipe_of, text_decoder
 from polyrl.run.waits import ENDED_BY, choose

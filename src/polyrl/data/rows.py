@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from polyrl.config.plugins import find, is_own, with_arguments
-from polyrl.errors import NOT_DATA, UserError, one_line
+from polyrl.errors import UserError, one_line
+from polyrl.not_data import NOT_DATA
 
 Fields = dict[str, Any]
 KINDS = "a .jsonl, .json, .csv or .parquet file, or a directory of them or saved by `datasets`"

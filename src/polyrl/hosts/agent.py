@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 from msgspec import structs
 
-from polyrl.errors import NOT_DATA, UserError, one_line
+from polyrl.errors import UserError, one_line
 from polyrl.hosts.beside import LoopWatch, run_in
 from polyrl.hosts.episode import (
     MAX_WHY,
@@ -34,6 +34,7 @@ from polyrl.hosts.episode import (
 )
 from polyrl.hosts.pace import CallPace
 from polyrl.hosts.played import PlayedEpisode
+from polyrl.not_data import NOT_DATA
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames, host_frames
 from polyrl.wire.control import HostJoinReply, HostJoinRequest

@@ -12,8 +12,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from polyrl.errors import NOT_DATA, PolyrlError, plain, shorten
+from polyrl.errors import PolyrlError, plain, shorten
 from polyrl.hosts.episode import CallLimits
+from polyrl.not_data import NOT_DATA
 from polyrl.wire.frames import Sampling
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from polyrl.disk import write_whole
-from polyrl.errors import NOT_DATA, Refused, UserError
+from polyrl.errors import Refused, UserError
 from polyrl.manager import asking, opening
 from polyrl.manager.dashboard import Dashboard
 from polyrl.manager.peers.door import Connection, Door, Handshake
@@ -31,6 +31,7 @@ from polyrl.manager.service import Service
 from polyrl.manager.serving.answers import Answerer
 from polyrl.manager.serving.requests import AskError, error_reply
 from polyrl.manager.serving.texts import Served
+from polyrl.not_data import NOT_DATA
 from polyrl.wire.control import READ_HEADER, ErrorReply
 from polyrl.wire.credentials import Scope, token_of
 

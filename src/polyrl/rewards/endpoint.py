@@ -19,7 +19,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from polyrl.errors import NOT_DATA, plain, shorten
+from polyrl.errors import plain, shorten
+from polyrl.not_data import NOT_DATA
 from polyrl.rewards.retrying import BadQuestion, TryAgain
 from polyrl.rewards.reward import RewardStops
 

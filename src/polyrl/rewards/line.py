@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from polyrl.config.rewards import wall_limit_s
-from polyrl.errors import NOT_DATA, one_line
+from polyrl.errors import one_line
+from polyrl.not_data import NOT_DATA
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.groups import RewardGroup, take_apart
 from polyrl.rewards.messages import (

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from polyrl.config.recipe import Recipe
 from polyrl.data.prompts import Task, expected_of, to_task
 from polyrl.data.rows import Row
-from polyrl.errors import NOT_DATA, PolyrlError, UserError
+from polyrl.errors import PolyrlError, UserError
+from polyrl.not_data import NOT_DATA
 from polyrl.rewards.groups import AnswerFacts, make_group
 from polyrl.rewards.reward import CallText, Reward, RewardEpisode, RewardInput, needs_answer
 from polyrl.run.tasks import RecipeTasks, load_tasks

@@ -22,8 +22,8 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from polyrl.engines.engine import EngineError
-from polyrl.errors import NOT_DATA
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt
+from polyrl.not_data import NOT_DATA
 from polyrl.run.conversations import calls_of
 from polyrl.run.task_contract import Answered
 from polyrl.scheduling.core.parameters import EnvironmentRules

@@ -22,7 +22,8 @@ from msgspec import Meta
 
 from polyrl.config.model_dir import read_or_nothing
 from polyrl.disk import whole_folder
-from polyrl.errors import NOT_DATA, UserError
+from polyrl.errors import UserError
+from polyrl.not_data import NOT_DATA
 from polyrl.weights.chunks import View, bad_chunks, table_of
 from polyrl.weights.manifest import (
     DTYPE_BYTES,

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from polyrl.errors import NOT_DATA
+from polyrl.not_data import NOT_DATA
 from polyrl.weights.chunks import ChunkTable
 
 FORMAT: Literal[1] = 1

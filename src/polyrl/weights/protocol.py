@@ -30,7 +30,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from polyrl.errors import NOT_DATA
+from polyrl.not_data import NOT_DATA
 from polyrl.weights.chunks import MAX_BLOB_BYTES, MAX_CHUNK_BYTES
 
 MAGIC = b"PRLW"

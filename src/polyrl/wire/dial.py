@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from polyrl.errors import NOT_DATA, UserError
+from polyrl.errors import UserError
+from polyrl.not_data import NOT_DATA
 from polyrl.wire.control import READ_HEADER, SESSION_HEADER, Description, ErrorReply, other_protocol
 from polyrl.wire.credentials import bearer
 from polyrl.wire.frames import PROTOCOL

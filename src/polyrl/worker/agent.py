@@ -28,8 +28,9 @@ from msgspec import structs
 from polyrl.disk import write_whole
 from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job
 from polyrl.engines.finishing import finish
-from polyrl.errors import NOT_DATA, UserError, one_line
+from polyrl.errors import UserError, one_line
 from polyrl.ids import LeaseId, SampleId, Version
+from polyrl.not_data import NOT_DATA
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest, NameReply

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from polyrl.engines.engine import EngineError
-from polyrl.errors import NOT_DATA
+from polyrl.not_data import NOT_DATA
 
 _CONNECT_S = 5.0
 _UNAUTHORIZED = 401

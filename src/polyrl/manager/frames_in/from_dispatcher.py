@@ -7,11 +7,12 @@ workers are there, and sends it again. Only the newest connection of the trainer
 import logging
 from typing import assert_never
 
-from polyrl.errors import NOT_DATA, plain
+from polyrl.errors import plain
 from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.reward_sessions import DispatcherSession, RewardSession
+from polyrl.not_data import NOT_DATA
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
 

@@ -9,7 +9,7 @@ cut off and counted, and its episodes begin again elsewhere.
 import logging
 from typing import assert_never
 
-from polyrl.errors import NOT_DATA, Refused, plain
+from polyrl.errors import Refused, plain
 from polyrl.ids import SampleId, Seconds, show_sample
 from polyrl.manager import to_hosts
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt, num_received, prompt_of, remember_prompt
@@ -20,6 +20,7 @@ from polyrl.manager.payload import SampleTokens
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import HostSession
 from polyrl.manager.run import Run
+from polyrl.not_data import NOT_DATA
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.bounds import MAX_REWARD
 from polyrl.scheduling.core.samples import TrackedSample

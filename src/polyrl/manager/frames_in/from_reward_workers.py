@@ -7,13 +7,14 @@ out of order, is sent away and counted; the trainer hears that it is gone, and s
 import time
 from typing import assert_never
 
-from polyrl.errors import NOT_DATA, Refused
+from polyrl.errors import Refused
 from polyrl.ids import WorkerName
 from polyrl.manager.frames_in import reward_joining
 from polyrl.manager.frames_in.presence import is_present
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.reward_sessions import RewardSession
+from polyrl.not_data import NOT_DATA
 from polyrl.wire import frames
 from polyrl.wire import reward_frames as r
 

@@ -8,7 +8,7 @@ import logging
 import math
 from typing import assert_never
 
-from polyrl.errors import NOT_DATA, Refused
+from polyrl.errors import Refused
 from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
 from polyrl.manager import frames_out, to_hosts
 from polyrl.manager.frames_in.presence import is_present
@@ -17,6 +17,7 @@ from polyrl.manager.notes import PromptsSupplied, RewardKept, VersionOffered
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import TrainerSession
 from polyrl.manager.run import Run
+from polyrl.not_data import NOT_DATA
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.wire import frames

@@ -8,7 +8,7 @@ hears of an answer's end at once, and of progress and heartbeats when something 
 import logging
 from typing import assert_never
 
-from polyrl.errors import NOT_DATA, Refused, plain, shorten
+from polyrl.errors import Refused, plain, shorten
 from polyrl.ids import LeaseId, Seconds, Version
 from polyrl.manager import frames_out
 from polyrl.manager.frames_in import intake, joining
@@ -18,6 +18,7 @@ from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.relay_addresses import own_addresses
 from polyrl.manager.peers.sessions import WorkerSession, most_small_frames
 from polyrl.manager.run import AT_LAST_BEATS, Run
+from polyrl.not_data import NOT_DATA
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import NO_VERSION, TrackedSample
@@ -171,9 +172,8 @@ def _check_version(run: Run, session: WorkerSession, installed: frames.Installed
         raise Refused("version", _never_published(version, run.desk.state.published))
     digest = run.payload.digest_of(version)
     if not _is_ours(run, version, installed.digest) and not session.facts.local:  # that one has the trainer's own
-        raise Refused(
-            "digest", f"version {version} as {installed.digest or 'a number'}; expected {digest or 'a number'}"
-        )
+        expected = digest or "a version that was published by its number"
+        raise Refused("digest", f"version {version} with {installed.digest or 'no digest'}; expected {expected}")
 
 
 def _installed(run: Run, session: WorkerSession, version: Version) -> None:

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import psutil
 
-from polyrl.errors import NOT_DATA, ConfigError, PolyrlError, UserError, one_line
+from polyrl.errors import ConfigError, PolyrlError, UserError, one_line
+from polyrl.not_data import NOT_DATA
 from polyrl.rewards.facts import RunFacts
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions

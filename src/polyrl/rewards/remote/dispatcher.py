@@ -11,7 +11,8 @@ import logging
 
 import aiohttp
 
-from polyrl.errors import NOT_DATA, UserError
+from polyrl.errors import UserError
+from polyrl.not_data import NOT_DATA
 from polyrl.rewards.remote.places import RemotePlaces
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames

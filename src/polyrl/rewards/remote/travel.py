@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.config.rewards import WeightedReward
-from polyrl.errors import NOT_DATA, ConfigError, PolyrlError, one_line, plain, shorten
+from polyrl.errors import ConfigError, PolyrlError, one_line, plain, shorten
+from polyrl.not_data import NOT_DATA
 from polyrl.rewards.groups import make_group, take_apart
 from polyrl.rewards.line import RewardCall, ScoredReply
 from polyrl.rewards.messages import FunctionRequest, GroupScored, RewardScored, pack_plain, read_extension

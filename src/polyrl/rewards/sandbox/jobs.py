@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.config.rewards import wall_limit_s
-from polyrl.errors import NOT_DATA, UserError, plain, shorten
+from polyrl.errors import UserError, plain, shorten
+from polyrl.not_data import NOT_DATA
 from polyrl.rewards.sandbox.bubblewrap import PACKAGES
 from polyrl.rewards.sandbox.comparing import is_raised, read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import values
