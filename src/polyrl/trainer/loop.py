@@ -319,7 +319,7 @@ class Loop:
         whose = ", ".join(f"worker {name or 'unknown'} ({num} groups)" for name, num in sorted(self._suspected.items()))
         return (
             f"step {step}: all groups of its round were rejected, since log-probabilities of their writers were too far"
-            f" from the trainer's in a step before (algorithm.max_mismatch={self._recipe.algorithm.max_mismatch:g}): "
+            f" from the trainer's, in it or before (algorithm.max_mismatch={self._recipe.algorithm.max_mismatch:g}): "
             f"{whose}. The run can go on when these workers have the weights of this run, or are stopped"
         )
 
