@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +449,34 @@ def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp
 
     live.run(scenario(), timeout_s=60.0)
     assert steps.trained == [{"honest"}, {"honest"}]
+
+
+def test_a_round_that_only_forgers_write_under_ever_new_names_ends_the_run_and_names_them(tmp_path: Path):
+    """It was written again for ever: nobody is there in the first step of which answers were trained."""
+    recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
+
+    async def under_new_names(manager: live.Live) -> None:
+        for number in count():
+            async with live.Peer(manager, f"mallory-{number}", slots=64) as peer:
+                await peer.enter()
+                await forge(peer)  # until it is given up
+
+    async def scenario() -> None:
+        async with live.manager(tmp_path) as manager, live.trainer(manager) as fleet:
+            forging = asyncio.create_task(under_new_names(manager))
+            devices = Devices()
+            try:
+                await Loop(
+                    recipe, fleet, Replicas(GuardedSteps(), devices), Publisher(), prompt_tokens, Listener()
+                ).run()
+            finally:
+                devices.close()
+                forging.cancel()
+                await asyncio.gather(forging, return_exceptions=True)
+
+    said = r"^step 0: all groups of its round were rejected, .*: worker mallory-0 \([34] groups\), worker mallory-1 "
+    with pytest.raises(NothingCameError, match=said):
+        live.run(scenario(), timeout_s=40.0)
 
 
 def test_where_the_trainers_own_worker_is_too_far_off_the_run_ends_and_says_so(tmp_path: Path):
