@@ -85,6 +85,19 @@ def test_what_is_written_again_waits_for_workers_of_which_answers_were_trained()
     assert not only(run.leave("new"), c.Generate)
 
 
+def test_a_worker_of_which_a_step_left_samples_out_is_not_believed_for_having_been_in_it():
+    """Fewer forged samples than honest ones, under many names, made each of these a worker that is believed."""
+    run = begun()
+    run.join("old", slots=1)
+    run.join("liar")
+    run.complete(1, 2, samples=1)
+    assert {run.workers["1/0"], run.workers["2/0"]} == {"old", "liar"}
+    run.take(0, 1, 2)
+    run.tell(e.StepTrained(Step(0), (WorkerName("liar"),)))
+    seats = run.scheduler.desk.seats.values()
+    assert {one.name: one.is_believed for one in seats} == {"old": True, "liar": False}
+
+
 def test_it_does_not_wait_for_believed_workers_that_are_gone():
     run = begun("old")
     run.complete(1, 2, samples=1)

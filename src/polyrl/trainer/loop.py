@@ -221,7 +221,7 @@ class Loop:
             }
             report = make_report(stats, batches, filtered, self._rejected, seconds)
             save_s = await self._make_safe(report, batches)
-            await self._fleet.step_done(step)
+            await self._fleet.step_done(step, left_out=[name for name, _ in stats.too_far])
             publish_s = await self._publish(step + 1)
         return report._replace(seconds=seconds | {"save": save_s, "publish": publish_s})
 
