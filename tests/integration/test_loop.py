@@ -62,11 +62,13 @@ class Publisher:
 
 class Listener:
     def __init__(self) -> None:
+        self.num_trained = 0
         self.reports: list[StepReport] = []
 
     async def step_begins(self, step: int) -> None: ...
 
-    async def groups_trained(self, step: int, num: int) -> None: ...
+    async def groups_trained(self, step: int, num: int) -> None:
+        self.num_trained += num
 
     async def step_ended(self, report: StepReport) -> None:
         self.reports.append(report)
@@ -427,7 +429,7 @@ def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp
     recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
     domain = DomainData(name="d", prompts_per_step=2, num_prompts=4)
     config = replace(live.CONFIG, domains=(domain,), num_epochs=1)
-    steps = GuardedSteps()
+    steps, listener = GuardedSteps(), Listener()
 
     async def scenario() -> None:
         async with (
@@ -438,7 +440,7 @@ def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp
             await peer.enter()
             forging = asyncio.create_task(forge(peer))
             devices = Devices()
-            loop = Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, Listener())
+            loop = Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, listener)
             training = asyncio.create_task(loop.run())
             await live.until(lambda: not live.is_connected(manager, "mallory"), "it is given up")
             async with live.honest_worker(manager):
@@ -449,6 +451,7 @@ def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp
 
     live.run(scenario(), timeout_s=60.0)
     assert steps.trained == [{"honest"}, {"honest"}]
+    assert listener.num_trained == 4, "each place is counted once"
 
 
 def test_a_round_that_only_forgers_write_under_ever_new_names_ends_the_run_and_names_them(tmp_path: Path):

@@ -96,7 +96,8 @@ class LoopListener(Protocol):
 
     async def step_begins(self, step: int) -> None: ...
 
-    async def groups_trained(self, step: int, num: int) -> None: ...
+    async def groups_trained(self, step: int, num: int) -> None:
+        """So many more are; below zero where groups are rejected after that."""
 
     async def step_ended(self, report: StepReport) -> None: ...
 
@@ -235,6 +236,7 @@ class Loop:
             else:
                 self._taken.append(one)
         num = len(taken) - len(self._taken)
+        await self._events.groups_trained(step, -num)
         log.warning("step %d is begun again: %d of its %d groups are rejected", step, num, len(taken))
         return num > 0
 
