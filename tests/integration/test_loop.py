@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,13 @@ class Publisher:
 
 class Listener:
     def __init__(self) -> None:
+        self.num_trained = 0
         self.reports: list[StepReport] = []
 
     async def step_begins(self, step: int) -> None: ...
 
-    async def groups_trained(self, step: int, num: int) -> None: ...
+    async def groups_trained(self, step: int, num: int) -> None:
+        self.num_trained += num
 
     async def step_ended(self, report: StepReport) -> None:
         self.reports.append(report)
@@ -426,7 +429,7 @@ def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp
     recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
     domain = DomainData(name="d", prompts_per_step=2, num_prompts=4)
     config = replace(live.CONFIG, domains=(domain,), num_epochs=1)
-    steps = GuardedSteps()
+    steps, listener = GuardedSteps(), Listener()
 
     async def scenario() -> None:
         async with (
@@ -437,7 +440,7 @@ def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp
             await peer.enter()
             forging = asyncio.create_task(forge(peer))
             devices = Devices()
-            loop = Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, Listener())
+            loop = Loop(recipe, fleet, Replicas(steps, devices), Publisher(), prompt_tokens, listener)
             training = asyncio.create_task(loop.run())
             await live.until(lambda: not live.is_connected(manager, "mallory"), "it is given up")
             async with live.honest_worker(manager):
@@ -448,6 +451,35 @@ def test_a_round_that_a_forger_wrote_alone_is_written_again_by_whoever_comes(tmp
 
     live.run(scenario(), timeout_s=60.0)
     assert steps.trained == [{"honest"}, {"honest"}]
+    assert listener.num_trained == 4, "each place is counted once"
+
+
+def test_a_round_that_only_forgers_write_under_ever_new_names_ends_the_run_and_names_them(tmp_path: Path):
+    """It was written again for ever: nobody is there in the first step of which answers were trained."""
+    recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
+
+    async def under_new_names(manager: live.Live) -> None:
+        for number in count():
+            async with live.Peer(manager, f"mallory-{number}", slots=64) as peer:
+                await peer.enter()
+                await forge(peer)  # until it is given up
+
+    async def scenario() -> None:
+        async with live.manager(tmp_path) as manager, live.trainer(manager) as fleet:
+            forging = asyncio.create_task(under_new_names(manager))
+            devices = Devices()
+            try:
+                await Loop(
+                    recipe, fleet, Replicas(GuardedSteps(), devices), Publisher(), prompt_tokens, Listener()
+                ).run()
+            finally:
+                devices.close()
+                forging.cancel()
+                await asyncio.gather(forging, return_exceptions=True)
+
+    said = r"^step 0: all groups of its round were rejected, .*: worker mallory-0 \([34] groups\), worker mallory-1 "
+    with pytest.raises(NothingCameError, match=said):
+        live.run(scenario(), timeout_s=40.0)
 
 
 def test_where_the_trainers_own_worker_is_too_far_off_the_run_ends_and_says_so(tmp_path: Path):

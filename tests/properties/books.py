@@ -6,7 +6,8 @@ a rule that is wrong in one place, and wrong the same way in the check, is still
 - late news (of a dead lease, an old life, an answered attempt) changes nothing but its own count;
 - a sample is resumed exactly at the last token that its own worker brought, and runs at one worker;
 - a group is delivered with samples that were finished and scored, each prompt once an epoch, none left out;
-- a prompt whose group the trainer rejects for what a worker of the fleet wrote is written again, at once;
+- a prompt whose group the trainer rejects for what a worker of the fleet wrote is written again, at once, and not for
+  ever;
 - no round and no lease breaks the staleness that was promised;
 - nobody has more samples than it has shown that it can run, and what it gave back unasked goes to another, if there is
   one;
@@ -14,6 +15,7 @@ a rule that is wrong in one place, and wrong the same way in the check, is still
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import Protocol
@@ -93,6 +95,8 @@ class Books:
         self.disbelieved: GroupId | None = None
         """The group that is rejected for what a worker of the fleet wrote."""
         self.to_write_again: list[Key] = []
+        self.num_again: Counter[tuple[Step, Key] | None] = Counter()
+        """How often they were, by the step too."""
         self.delivered: dict[Step, set[GroupId]] = {}
         self.paid: dict[tuple[WorkerName, str], float] = {}
         self.activities: list[tuple[WorkerName, str]] = []
@@ -212,7 +216,8 @@ class Books:
                 if event.outcome not in ("infrastructure_failed", "no_reward"):
                     self.scored.add(event.sample)
             case e.GroupRejected():
-                self.disbelieved = event.group if set(event.blamed) - self.local else None
+                may_be_again = self.num_again[self.groups.get(event.group)] < self.config.fleet_rules.max_failures
+                self.disbelieved = event.group if may_be_again and set(event.blamed) - self.local else None
             case e.VersionPublished():
                 self.published = event.version
                 for name in self.local:
@@ -329,6 +334,7 @@ class Books:
                 key = (command.group.domain, command.group.epoch, command.group.prompt)
                 if key in self.to_write_again:
                     self.to_write_again.remove(key)
+                    self.num_again[command.step, key] += 1
             case c.AddAsked():
                 self.asked[command.group] = command.num_samples
             case c.CloseAsked():

@@ -228,7 +228,7 @@ MUTATIONS = [
     Mutation(
         "a prompt is lost when what a worker wrote of it is rejected",
         "parts/rejecting.py",
-        "end = rounds.drop_group if is_ours or desk.state.rules < WRITTEN_AGAIN else rounds.write_again",
+        "end = rounds.drop_group if is_ours or is_enough else rounds.write_again",
         "end = rounds.drop_group",
     ),
     Mutation(

@@ -21,7 +21,7 @@ from tests.trainer.small import CAP, VOCAB, draw_groups, near, save_small
 from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig
 from polyrl.engines.builtin import models
 from polyrl.trainer import lora, sharding
-from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.batch import TrainSample, first_sequences
 from polyrl.trainer.contexts import in_contexts
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Leader, Learner, RankShards, follow
@@ -62,6 +62,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "offload, ppo": {"offload": True, "settings": {"advantage": "gae"}, "dtype": "bfloat16"},
     "nothing": {"groups": 0},
     "forged samples": {"forged": (1, 4)},
+    "begun again": {"is_begun_again": True},
+    "begun again, ppo": {"is_begun_again": True, "settings": {"advantage": "gae", "mini_batches": 2}},
     "episodes": {"episodes": (3, 1, 5), "settings": {"aggregation": "seq-mean-token-mean"}, "max_tokens": 40},
     "episodes, ppo": {
         "episodes": (2, 4, 3),
@@ -159,6 +161,17 @@ def samples(folder: Path, shape: dict[str, Any]) -> list[list[TrainSample]]:
     ]
 
 
+def begin_in_vain(steps: Any, groups: list[list[TrainSample]], number: int = 0, num_replicas: int = 1) -> None:
+    """A step of nothing but forged samples, which no rank trains. This replica gets groups number, number +
+    num_replicas, ..."""
+    forged = [[one._replace(logprobs=np.full_like(one.logprobs, -99.0)) for one in group] for group in groups]
+    steps.begin(0)
+    for at in range(number, len(groups), num_replicas):
+        steps.add([forged[at]], len(first_sequences(groups[:at])))
+    stats = steps.finish(may_be_void=True)
+    assert stats.is_void and not stats.metrics
+
+
 def two_steps(steps: Any, groups: list[list[TrainSample]], first: int = 0) -> dict[str, float]:
     """Streamed in two calls; returns the first step's metrics."""
     told: list[dict[str, float]] = []
@@ -192,6 +205,8 @@ def main(rank: int, size: int, folder: Path) -> None:
             follow(ranks, learner)
             continue
         leader = Leader(ranks, learner, lambda error: None)
+        if shape.get("is_begun_again"):
+            begin_in_vain(leader, samples(folder, shape))
         metrics = two_steps(leader, samples(folder, shape))
         state, served = dict(leader.whole_state()), dict(leader.weights())
         if learner.policy.has_own_engine_copy:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tests.processes import fork_each
-from tests.trainer.ranks_at_work import Recording, every_case, make_crew, samples
+from tests.trainer.ranks_at_work import Recording, begin_in_vain, every_case, make_crew, samples
 
 from polyrl.config.recipe import AlgorithmConfig
 from polyrl.trainer import sharding
@@ -35,10 +35,12 @@ CASES = (
     "one sample",
     "bfloat16",
     "forged samples",
+    "begun again",
+    "begun again, ppo",
     "episodes, ppo",
     "nothing",
 )
-FEW = ("token-mean", "ppo", "forged samples", "one sample")
+FEW = ("token-mean", "ppo", "forged samples", "begun again", "begun again, ppo", "one sample")
 OF_TOKENS = (*FEW, "gspo, entropy", "mini-batches, kl", "lora, kl", "tied", "layers again", "episodes, ppo", "bfloat16")
 SETTINGS = {
     "2 of 1": (2, 2, 1, CASES),
@@ -86,6 +88,8 @@ def main(name: str, folder: Path, rank: int) -> None:
         config, shape = case_of(case)
         sharing = None if ranks.replica.size == 1 else ranks.replica
         learner = make_crew(folder, sharing, config, shape, Meeting(ranks) if num_replicas > 1 else None)
+        if shape.get("is_begun_again"):
+            begin_in_vain(learner.steps, samples(folder, shape), ranks.replica_number, num_replicas)
         metrics = two_steps(learner.steps, samples(folder, shape), ranks.replica_number, num_replicas)
         state = dict(sharding.gather(learner.state().items()))
         assert isinstance(learner.optimizer, Recording)

@@ -317,15 +317,19 @@ class Fleet:
         await self._state(lambda seq: frames.RestartStep(seq, step))
         await self.settled()  # all of it has come before that is acknowledged
 
-    async def step_done(self, step: int) -> None:
-        """Say that the step is trained. Groups of its round that were not taken are discarded."""
+    async def step_done(self, step: int, *, left_out: Sequence[str] = ()) -> None:
+        """Say that the step is trained. Groups of its round that were not taken are discarded.
+
+        `left_out`: workers of which samples were left out, since they had made them up. None of them is believed.
+        """
         ended = self._rounds.pop(step, _Round())
         for task in ended.group_scoring.values():
             task.cancel()
         self._first_open_step = max(self._first_open_step, step + 1)
         for one in [kept for kept in self._kept if kept <= step]:
             del self._kept[one]
-        await self._state(lambda seq: frames.StepDone(seq, step))
+        named = tuple(left_out)[: frames.MAX_REPLACED]
+        await self._state(lambda seq: frames.StepDone(seq, step, named))
 
     @asynccontextmanager
     async def validation(self) -> AsyncIterator[None]:

@@ -257,7 +257,7 @@ def _step_restarted(desk: Desk, event: e.StepRestarted, now: Seconds) -> None:
 
 
 def _step_trained(desk: Desk, event: e.StepTrained, now: Seconds) -> None:
-    steps.step_trained(desk, event.step, now)
+    steps.step_trained(desk, event.step, event.left_out, now)
 
 
 def _validation_began(desk: Desk, event: e.ValidationBegan, now: Seconds) -> None:

@@ -335,7 +335,7 @@ def _check_rest(desk: Desk) -> None:
             sound = [one for one in others if not one.is_doubtful]
             proven = [one for one in sound if one.is_proven and desk.state.rules >= 3]
             room = any(one.credit > 0 for one in proven or sound)
-            room = room and not group.is_again  # it may wait for the workers that are believed
+            room = room and not group.num_again  # it may wait for the workers that are believed
             _law(not room, "a sample that failed waits although a worker that never did has room for it")
 
 

@@ -96,7 +96,8 @@ class LoopListener(Protocol):
 
     async def step_begins(self, step: int) -> None: ...
 
-    async def groups_trained(self, step: int, num: int) -> None: ...
+    async def groups_trained(self, step: int, num: int) -> None:
+        """So many more are; below zero where groups are rejected after that."""
 
     async def step_ended(self, report: StepReport) -> None: ...
 
@@ -221,7 +222,7 @@ class Loop:
             }
             report = make_report(stats, batches, filtered, self._rejected, seconds)
             save_s = await self._make_safe(report, batches)
-            await self._fleet.step_done(step)
+            await self._fleet.step_done(step, left_out=[name for name, _ in stats.too_far])
             publish_s = await self._publish(step + 1)
         return report._replace(seconds=seconds | {"save": save_s, "publish": publish_s})
 
@@ -235,6 +236,7 @@ class Loop:
             else:
                 self._taken.append(one)
         num = len(taken) - len(self._taken)
+        await self._events.groups_trained(step, -num)
         log.warning("step %d is begun again: %d of its %d groups are rejected", step, num, len(taken))
         return num > 0
 
@@ -319,7 +321,7 @@ class Loop:
         whose = ", ".join(f"worker {name or 'unknown'} ({num} groups)" for name, num in sorted(self._suspected.items()))
         return (
             f"step {step}: all groups of its round were rejected, since log-probabilities of their writers were too far"
-            f" from the trainer's in a step before (algorithm.max_mismatch={self._recipe.algorithm.max_mismatch:g}): "
+            f" from the trainer's, in it or before (algorithm.max_mismatch={self._recipe.algorithm.max_mismatch:g}): "
             f"{whose}. The run can go on when these workers have the weights of this run, or are stopped"
         )
 

@@ -389,6 +389,11 @@ class RestartStep(Frame, frozen=True, tag="restart_step"):
 class StepDone(Frame, frozen=True, tag="step_done"):
     seq: Natural
     step: Natural
+    left_out: Annotated[tuple[PeerText, ...], Meta(max_length=MAX_REPLACED)] = ()
+    """Workers of which samples were left out, since they had made them up."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "left_out", tuple(shorten(plain(name)) for name in self.left_out))
 
 
 class Validating(Frame, frozen=True, tag="validating"):

@@ -76,7 +76,7 @@ def _state(run: Run, frame: frames.Statement) -> None:  # noqa: C901 (a case for
         case frames.RestartStep():
             run.tell(e.StepRestarted(Step(frame.step)))
         case frames.StepDone():
-            run.tell(e.StepTrained(Step(frame.step)))
+            run.tell(e.StepTrained(Step(frame.step), tuple(map(WorkerName, frame.left_out))))
         case frames.Validating():
             run.tell(e.ValidationBegan() if frame.begins else e.ValidationEnded())
         case frames.RewardsTold():

@@ -56,7 +56,8 @@ RULES = 11
     9    a step's line tells adaptive factors (steps.py)
     10   hosts that never played an episode to its end cost none while another may play it (episodes.py); of places that
          samples of a round wait for, every second one at most goes to what was asked (leases.py)
-    11   a prompt whose group is rejected for what a worker wrote is written again, and costs no refill (rejecting.py)
+    11   a prompt whose group is rejected for what a worker wrote is written again up to `max_failures` times, and
+         costs no refill (rejecting.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts", "reward_workers")

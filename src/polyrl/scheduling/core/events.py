@@ -1,8 +1,7 @@
 """Facts, in the past tense: all that the scheduler ever hears.
 
-The union is closed: a driver that forgets one does not type-check. News about a sample carries the lease it was made
-under; news about a worker carries the incarnation it came from; so late news of the dead is a dictionary miss. Every
-struct is frozen and has a stable tag: the journal is made of them.
+The union is closed: a driver that forgets one does not type-check. News about a sample carries its lease, news about a
+worker its incarnation; so late news of the dead is a dictionary miss. The journal is made of them: tags stay the same.
 """
 
 from typing import Literal
@@ -145,8 +144,7 @@ class DutyChanged(EventStruct, frozen=True, tag=True):
 
 class TokensArrived(EventStruct, frozen=True, tag=True):
     """Progress of one worker: columns of leases and of their samples' token counts, absolute. Every few seconds are
-    enough: balance and stalled leases are judged by it. Exact counts come with the end of each lease, and a driver that
-    holds more tokens than it has told resumes a lost sample after all of them."""
+    enough: balance and stalls are judged by it. The end of each lease is exact, also where a driver held some back."""
 
     worker: WorkerName
     incarnation: Incarnation
@@ -343,8 +341,10 @@ class StepRestarted(EventStruct, frozen=True, tag=True):
     step: Step
 
 
-class StepTrained(EventStruct, frozen=True, tag=True):
+class StepTrained(EventStruct, frozen=True, tag=True, omit_defaults=True):
     step: Step
+    left_out: tuple[WorkerName, ...] = ()
+    """Workers of which samples were left out, since they had made them up."""
 
 
 class ValidationBegan(EventStruct, frozen=True, tag=True):

@@ -118,8 +118,8 @@ class TrackedGroup(Struct, gc=False):
     """The seat of the worker that was last given one of its samples."""
     failed_on: list[int] = []
     """Seats of workers that failed one of its samples."""
-    is_again: bool = False
-    """Its prompt was written before, by workers that the trainer did not believe."""
+    num_again: int = 0
+    """How often its prompt was written before in this round, by workers that the trainer did not believe."""
 
     def sample_ids(self) -> Sequence[SampleId]:
         first = sample_id(self.id, 0)

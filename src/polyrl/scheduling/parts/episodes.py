@@ -213,6 +213,7 @@ def call_made(desk: Desk, event: CallMade, now: Seconds) -> None:
     sample.call_end = min(event.end, desk.max_new_tokens)
     sample.moved_at = sample.num_tokens
     sample.target = sample.writer
+    sample.num_failures += desk.groups[sample.group].num_again > 0  # only some workers may get it (failures.py)
     round_.num_playing -= 1
     desk.ledger.num_calls += 1
     _moved(desk, sample, now)

@@ -163,7 +163,7 @@ def _candidates(desk: Desk, group: TrackedGroup) -> list[Worker]:
     sound = [one for one in willing if not one.is_doubtful]
     if desk.state.rules < _MANY_NAMES:
         return sound or willing or _able(desk, group)
-    if group.is_again and ((believed := [one for one in sound if _is_believed(one)]) or _believed_come(desk, group)):
+    if group.num_again and ((believed := [one for one in sound if _is_believed(one)]) or _believed_come(desk, group)):
         return believed
     if found := [one for one in sound if one.is_proven] or sound or willing:
         return found

@@ -2,10 +2,11 @@
 
 Rules kept here: a group that is rejected is dropped, and the workers whose tokens it is rejected for are counted, and
 given up in the end. The prompt of such a group is written again: it is not at fault, and a process that joins under
-several names had a round lose all of its prompts, and the run end. Where the trainer's own workers alone are named,
-which are never given up, a fresh prompt takes its place, as often as a round may be refilled. A sample that has no
-reward as part of its group leaves it; the trainer, which alone knows the others' rewards, decides whether they are
-enough. News of a group that is over, or that was told before, is late.
+several names had a round lose all of its prompts, and the run end. A fresh prompt takes its place, as often as a round
+may be refilled, where the trainer's own workers alone are named, which are never given up, and after `max_failures`
+times: while no worker is there that is believed, a round would be written for ever. A sample that has no reward as part
+of its group leaves it; the trainer, which alone knows the others' rewards, decides whether they are enough. News of a
+group that is over, or that was told before, is late.
 """
 
 from polyrl.ids import Seconds
@@ -25,7 +26,8 @@ def group_rejected(desk: Desk, event: e.GroupRejected, now: Seconds) -> None:
         return
     blamed = [desk.seats.get(desk.state.fleet.by_name.get(name, -1)) for name in event.blamed]
     is_ours = all(worker is not None and worker.local for worker in blamed)
-    end = rounds.drop_group if is_ours or desk.state.rules < WRITTEN_AGAIN else rounds.write_again
+    is_enough = group.num_again >= desk.config.fleet_rules.max_failures or desk.state.rules < WRITTEN_AGAIN
+    end = rounds.drop_group if is_ours or is_enough else rounds.write_again
     end(desk, group, desk.rounds[group.step], "filtered", event.reason, now)
     for worker in blamed:
         if worker is not None and not worker.local and failures.rejected(desk, worker):

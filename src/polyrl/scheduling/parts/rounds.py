@@ -327,9 +327,9 @@ def write_again(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCa
     again = _replace(
         desk, round_, _choice_of(group), "in place of a group that was rejected for what its workers wrote"
     )
-    again.is_again = True
+    again.num_again = group.num_again + 1
     for sample in samples_of(desk, again):
-        if sample.state == "waiting":  # no episode: only some workers may get it
+        if sample.state == "waiting":  # only some workers may get it, as an episode's calls (episodes.py)
             sample.num_failures = 1
             round_.failed.append(sample.id)
 

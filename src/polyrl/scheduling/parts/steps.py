@@ -8,6 +8,7 @@ part of a step. A step that is begun anew has waited and trained for nothing.
 """
 
 import math
+from collections.abc import Sequence
 
 from msgspec import structs
 
@@ -135,7 +136,7 @@ def _mark_validating(desk: Desk, now: Seconds) -> None:
 # A step's end
 
 
-def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
+def step_trained(desk: Desk, step: Step, left_out: Sequence[WorkerName], now: Seconds) -> None:
     state = desk.state
     round_ = desk.rounds.get(step)
     if round_ is None:
@@ -147,7 +148,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         settle_host(host, desk.ledger, now)
     reward_workers.settle_all(desk, now)
     kept_before = desk.ledger.tokens_kept
-    num_groups, num_samples, longest = taking.train_taken(desk, round_, now)
+    num_groups, num_samples, longest = taking.train_taken(desk, round_, left_out, now)
     times = _measure(desk, now)
     _take_window_in_force(desk, round_.kind, times.workers_now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)

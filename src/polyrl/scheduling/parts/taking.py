@@ -1,10 +1,12 @@
 """Groups that the trainer takes, and what is settled when their step is trained.
 
 Rules kept here: a sample is trained if and only if the trainer took its group. Groups that were not taken when the step
-ended are discarded.
+ended are discarded. Workers of which the trainer left samples out are not believed, whatever else of theirs it trained.
 """
 
-from polyrl.ids import GroupId, Seconds, Step
+from collections.abc import Sequence
+
+from polyrl.ids import GroupId, Seconds, Step, WorkerName
 from polyrl.scheduling.core.commands import CloseRound, DeliverGroup
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.ledger import length_bin
@@ -43,7 +45,7 @@ def give_again(desk: Desk, step: Step) -> None:
         desk.commands.append(CloseRound(step, round_.num_delivered, "the trainer begins the step anew"))
 
 
-def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]:
+def train_taken(desk: Desk, round_: Round, left_out: Sequence[WorkerName], now: Seconds) -> tuple[int, int, int]:
     """Settle every group of a step that is trained. Return (groups, samples, longest answer) trained."""
     state = desk.state
     ledger = desk.ledger
@@ -55,8 +57,8 @@ def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]
             ledger.drop_prompt("not_taken")
             continue
         trained = [sample for sample in samples_of(desk, group) if sample.state == "scored"]
-        for sample in trained:
-            if (writer := desk.seats.get(sample.writer)) is not None:
+        for writer in (desk.seats.get(sample.writer) for sample in trained):
+            if writer is not None:
                 writer.is_believed = True
         lengths = [sample.num_tokens for sample in trained]
         for num_tokens in lengths:
@@ -73,6 +75,9 @@ def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]
         num_samples += len(lengths)
         longest = max(longest, *lengths)
         forget(desk, group)
+    for name in left_out:
+        if (worker := desk.seats.get(desk.state.fleet.by_name.get(name, -1))) is not None:
+            worker.is_believed = False
     del desk.rounds[round_.step]
     return num_groups, num_samples, longest
 
