@@ -288,10 +288,7 @@ class HostAgent:
             await self._socket.send_bytes(frames.encode(frame))
 
     def _send_soon(self, frame: host_frames.FromHost) -> None:
-        self._keep(self.send(frame))
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(self.send(frame))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 

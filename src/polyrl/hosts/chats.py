@@ -1,7 +1,7 @@
 """Messages to tokens, over the turns of an episode, so that every token stays as it was drawn.
 
     prompt = chat.prompt(messages, tools, options)      tokens for the next call
-    reply = chat.record(prompt, drawn, ...)             what the harness is told, and remembered for the next turn
+    chat.record(prompt, drawn, reply)                   the answer, as the harness is told it, for the next turn
 
 If the messages go on from what this conversation was answered, the prompt is the old tokens, unchanged, and tokens of
 what is new (a bridge). Any other messages are rendered whole: their prompt begins a new training sequence.
