@@ -144,19 +144,18 @@ def test_an_environment_of_skyrl_gym_is_played_over_turns_with_the_row_as_its_ex
 @needs("skyrl_gym")
 def test_an_environment_of_skyrl_gym_whose_creator_takes_whatever_it_is_given_is_played():
     """Such a creator is the package's own contract; its parameters do not name `env_config`."""
-    from skyrl_gym.envs.gsm8k.env import GSM8kEnv
-    from skyrl_gym.envs.registration import register, registry
+    known = need("skyrl_gym.envs.registration", "skyrl-gym")
 
     def make(**given: Any) -> Any:
         assert given["env_config"] == {"folder": "x"}
-        return GSM8kEnv(**given)
+        return need("skyrl_gym.envs.gsm8k.env", "skyrl-gym").GSM8kEnv(**given)
 
     row = {"prompt": "2 + 3?", "reward_spec": {"ground_truth": "5"}}
-    register(id="polyrl_any", entry_point=make)
+    known.register(id="polyrl_any", entry_point=make)
     try:
         end, _ = play("skyrl-gym", {"env": "polyrl_any", "settings": {"folder": "x"}}, ["#### 5"], task=row)
     finally:
-        del registry["polyrl_any"]
+        del known.registry["polyrl_any"]
     assert end.reward == 1.0
 
 
