@@ -194,6 +194,22 @@ def test_a_call_that_the_template_could_not_write_again_is_text_so_that_the_hist
     assert with_client(act, [written, "19"], text_model(BY_ITEMS)) == "19"
 
 
+def test_one_call_of_two_is_told_where_the_template_refuses_a_second_so_that_the_history_can_be_compacted():
+    """The harness was told both, and its request with both was refused: the episode had failed."""
+
+    async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
+        messages: list[Any] = [{"role": "user", "content": "A long history."}, USER]
+        first = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        said = first.choices[0].message
+        results = [{"role": "tool", "tool_call_id": one.id, "content": "19"} for one in said.tool_calls or []]
+        messages = [USER, said.model_dump(exclude_none=True), *results]
+        again = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        return len(results), again.choices[0].message.content
+
+    two = f"{BY_LLAMA % 7}; {BY_LLAMA % 8}"
+    assert with_client(act, [two, "19"], published_model("llama-3.1", "<|eot_id|>"), max_context=40_000) == (1, "19")
+
+
 def test_a_template_that_cannot_render_tools_is_a_bad_request_in_one_line():
     async def act(client: openai.AsyncOpenAI, episode: PlayedByHand) -> Any:
         with pytest.raises(openai.BadRequestError) as raised:

@@ -213,6 +213,11 @@ def test_settings_that_an_environment_refuses_are_told_before_anything_is_played
         def begin(self, task: dict[str, Any], seed: int) -> str:
             return ""
 
+    class Fraction(Counting):
+        max_tokens = 2.5
+
+    with pytest.raises(UserError, match=r"^max_tokens: got 2.5, expected a whole number from 1 on, or None$"):
+        play(Fraction, [])
     with pytest.raises(UserError, match=r"^environment Picky: ValueError: size: 0$"):
         play(Picky, [])
     with pytest.raises(UserError, match=r"^environment Half: has no method step; expected begin and step, or play$"):

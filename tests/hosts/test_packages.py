@@ -142,6 +142,24 @@ def test_an_environment_of_skyrl_gym_is_played_over_turns_with_the_row_as_its_ex
 
 
 @needs("skyrl_gym")
+def test_an_environment_of_skyrl_gym_whose_creator_takes_whatever_it_is_given_is_played():
+    """Such a creator is the package's own contract; its parameters do not name `env_config`."""
+    known = need("skyrl_gym.envs.registration", "skyrl-gym")
+
+    def make(**given: Any) -> Any:
+        assert given["env_config"] == {"folder": "x"}
+        return need("skyrl_gym.envs.gsm8k.env", "skyrl-gym").GSM8kEnv(**given)
+
+    row = {"prompt": "2 + 3?", "reward_spec": {"ground_truth": "5"}}
+    known.register(id="polyrl_any", entry_point=make)
+    try:
+        end, _ = play("skyrl-gym", {"env": "polyrl_any", "settings": {"folder": "x"}}, ["#### 5"], task=row)
+    finally:
+        del known.registry["polyrl_any"]
+    assert end.reward == 1.0
+
+
+@needs("skyrl_gym")
 def test_an_environment_of_skyrl_gym_with_settings_of_its_own_class_uses_its_tool(tmp_path: Path):
     folder = tmp_path / "spider" / "database" / "sums"
     folder.mkdir(parents=True)

@@ -454,12 +454,17 @@ BAD: dict[str, Callable[[Episode], object]] = {
     "too many stop strings": lambda one: one.call([5], CallLimits(5, (), ("x",) * 99)),
     "a stop string that is empty": lambda one: one.call([5], CallLimits(5, (), ("",))),
     "a stop string with half of a character": lambda one: one.call([5], CallLimits(5, (), ("\ud800",))),
+    "a stop token below 0": lambda one: one.call([5], CallLimits(5, (-1,))),
+    "a stop token beyond all": lambda one: one.call([5], CallLimits(5, (1 << 40,))),
     "no tokens wanted": lambda one: one.call([5], CallLimits(-4)),
+    "half of a token wanted": lambda one: one.call([5], CallLimits(2.5)),  # type: ignore[arg-type]
     "a reward that is no number": lambda one: EpisodeEnd(reward=math.nan),
     "a reward that is infinite": lambda one: EpisodeEnd(reward=-math.inf),
     "a reward beyond all": lambda one: EpisodeEnd(reward=1e300),
     "a part beyond all": lambda one: EpisodeEnd(reward=1.0, parts={"x": 1e300}),
     "a part with a strange name": lambda one: EpisodeEnd(reward=1.0, parts={"a\nb": 1.0}),
+    "more turns than a number may count": lambda one: EpisodeEnd(reward=1.0, num_turns=10**12),
+    "a call beyond all that is not trained": lambda one: EpisodeEnd(reward=1.0, untrained=(1 << 40,)),
 }
 
 

@@ -30,6 +30,7 @@ from polyrl.hosts.episode import (
     EpisodeFailed,
     PlayedEnvironment,
     checked_parts,
+    checked_untrained,
     finite,
 )
 from polyrl.hosts.pace import CallPace
@@ -288,10 +289,7 @@ class HostAgent:
             await self._socket.send_bytes(frames.encode(frame))
 
     def _send_soon(self, frame: host_frames.FromHost) -> None:
-        self._keep(self.send(frame))
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(self.send(frame))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -340,7 +338,7 @@ class HostAgent:
                 *(key.sample, key.attempt, "scored", episode.num_calls, finite(end.reward, "the reward")),
                 _with_turns(structs.replace(end, parts=checked_parts(end.parts))),
                 end.why[:MAX_WHY],
-                end.untrained,
+                checked_untrained(end.untrained),
             )
         except EpisodeFailed as error:
             frame = _failed(key, episode.num_calls, str(error))
@@ -373,7 +371,9 @@ def _failed(key: HeldEpisode, num_calls: int, why: str) -> host_frames.EndEpisod
 
 
 def _with_turns(end: EpisodeEnd) -> dict[str, float]:
-    return {**end.parts, "turns": float(end.num_turns)} if end.num_turns and "turns" not in end.parts else end.parts
+    if not end.num_turns or "turns" in end.parts:
+        return end.parts
+    return {**end.parts, "turns": finite(end.num_turns, "the number of turns")}
 
 
 def _decode(url: str, data: bytes) -> host_frames.ToHost:

@@ -18,7 +18,7 @@ from polyrl.hosts.known_families import KnownFamily
 from polyrl.hosts.replies import CallReply
 from polyrl.hosts.texts import ChatRefused, ModelText
 from polyrl.hosts.tool_syntax import ToolSyntax, read_calls
-from polyrl.hosts.tools import before_stop, is_object
+from polyrl.hosts.tools import before_stop
 
 if TYPE_CHECKING:
     from polyrl.hosts.chats import Chat
@@ -108,7 +108,7 @@ class Answering:
         prompt = await model.in_thread(lambda: chat.prompt(messages, tools or None, options))
         syntax = model.tool_syntax() if tools else None
         drawn = await self._call(prompt.tokens, limits)
-        message = self._message(model, drawn, limits, tools, syntax, only_one=body.parallel_tool_calls is False)
+        message = self._message(chat, drawn, limits, tools, syntax, only_one=body.parallel_tool_calls is False)
         chat.record(prompt, drawn, message)
         ids, logprobs = body.return_token_ids is True, body.logprobs is True
         reply = self._reply(prompt.tokens, drawn, with_logprobs=logprobs, with_token_ids=ids)
@@ -118,7 +118,7 @@ class Answering:
 
     def _message(
         self,
-        model: ModelText,
+        chat: "Chat",
         drawn: DrawnAnswer,
         limits: CallLimits,
         tools: list[dict[str, object]],
@@ -126,15 +126,18 @@ class Answering:
         *,
         only_one: bool,
     ) -> dict[str, object]:
+        model = self._need_text()
         tokens = model.content(drawn)
         plain = before_stop(model.decode(tokens), limits.stop)
         if syntax is None:
             return replies.message_of(plain, [])
         found = read_calls(before_stop(model.decode(tokens, special=True), limits.stop), syntax, tools)
-        is_text = model.wants_objects() and not all(is_object(call.arguments) for call in found.calls)
-        if not found.calls or is_text:  # a later prompt with such a call could not be rendered
-            return replies.message_of(plain, [])
-        return replies.message_of(found.content, found.calls[:1] if only_one else found.calls)
+        calls = found.calls[:1] if only_one else found.calls
+        for told in (calls, calls[:1]):
+            message = replies.message_of(found.content, told)
+            if told and chat.can_say_again(message):
+                return message
+        return replies.message_of(plain, [])
 
     # Tokens
 

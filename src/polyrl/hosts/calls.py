@@ -7,8 +7,6 @@ import numpy as np
 
 _LOOK_BACK = 8
 """Calls that a prompt is compared with: harnesses go on from a recent one, or from the first."""
-
-
 _FORGOTTEN = np.zeros(0, np.int64)
 
 

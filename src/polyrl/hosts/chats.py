@@ -1,7 +1,7 @@
 """Messages to tokens, over the turns of an episode, so that every token stays as it was drawn.
 
     prompt = chat.prompt(messages, tools, options)      tokens for the next call
-    reply = chat.record(prompt, drawn, ...)             what the harness is told, and remembered for the next turn
+    chat.record(prompt, drawn, reply)                   the answer, as the harness is told it, for the next turn
 
 If the messages go on from what this conversation was answered, the prompt is the old tokens, unchanged, and tokens of
 what is new (a bridge). Any other messages are rendered whole: their prompt begins a new training sequence.
@@ -25,6 +25,7 @@ from polyrl.data.chat_template import ChatTemplate, TemplateRefused
 from polyrl.hosts.episode import DrawnAnswer
 from polyrl.hosts.known_families import KnownFamily
 from polyrl.hosts.texts import ChatRefused, ModelText
+from polyrl.hosts.tool_syntax import writes_answer
 from polyrl.hosts.tools import whole_text
 
 ChatMessages = list[dict[str, Any]]
@@ -142,6 +143,11 @@ class Chat:
         num_tokens = sum(one.num_tokens for one in self._remembered.values())
         while len(self._remembered) > _MAX_REMEMBERED or (num_tokens > _MAX_TOKENS and len(self._remembered) > 1):
             num_tokens -= self._remembered.pop(next(iter(self._remembered))).num_tokens
+
+    def can_say_again(self, answer: dict[str, Any]) -> bool:
+        """Return whether a later prompt may have this answer with its calls: a harness that edits its history says it
+        again. Of a template that writes no calls that is not known."""
+        return not self._text.writes_calls() or writes_answer(self._template, self._for_template(answer))
 
     def _for_template(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates expect it: text instead of null, and arguments of tool calls as objects,

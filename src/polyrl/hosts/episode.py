@@ -20,7 +20,7 @@ from msgspec import Struct
 from polyrl.errors import PolyrlError
 from polyrl.hosts.tools import whole_text
 from polyrl.scheduling.core.bounds import MAX_REWARD
-from polyrl.wire.host_frames import MAX_PARTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
+from polyrl.wire.host_frames import MAX_CALLS, MAX_PARTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS, PART_NAME
 
 MAX_WHY = 300
 """Characters of the reason of an end that are told."""
@@ -145,16 +145,23 @@ class PlayedEnvironment(Protocol):
 
 def _check_limits(limits: CallLimits) -> None:
     """Raise EpisodeFailed for limits that no run takes: refused by the manager, they would cost others their host."""
-    if limits.max_tokens is not None and limits.max_tokens < 1:
-        raise EpisodeFailed(f"a call for {limits.max_tokens} tokens; expected at least 1")
+    if limits.max_tokens is not None and not _is_number(limits.max_tokens, 1):
+        raise EpisodeFailed(f"a call for {str(limits.max_tokens)[:40]} tokens; expected a whole number from 1 on")
     if len(limits.stop_ids) > MAX_STOP_IDS or len(limits.stop) > MAX_STOPS:
         raise EpisodeFailed(f"a call with {len(limits.stop_ids)} stop tokens and {len(limits.stop)} stop strings; "
                             f"expected at most {MAX_STOP_IDS} and {MAX_STOPS}")  # fmt: skip
+    for token in limits.stop_ids:
+        if not _is_number(token, 0, 1 << 31):
+            raise EpisodeFailed(f"the stop token {str(token)[:40]}; expected a token's number")
     for one in limits.stop:
         if not isinstance(one, str) or not 0 < len(one) <= MAX_STOP_CHARACTERS:
             raise EpisodeFailed(f"the stop string {str(one)[:40]!r}; expected 1 to {MAX_STOP_CHARACTERS} characters")
         if whole_text(one) != one:
             raise EpisodeFailed(f"the stop string {one[:40]!r}; expected no half of a character")
+
+
+def _is_number(value: object, least: int, end: float = math.inf) -> bool:
+    return isinstance(value, int) and least <= value < end
 
 
 def finite(value: object, what: str) -> float:
@@ -181,3 +188,11 @@ def checked_parts(parts: object) -> dict[str, float]:
         if not isinstance(name, str) or _PART_NAME.match(name) is None:
             raise EpisodeFailed(f"a part of a reward is called {str(name)[:80]!r}; expected letters, digits, _ . or -")
     return {name: finite(value, f"the part {name} of the reward") for name, value in parts.items()}
+
+
+def checked_untrained(numbers: Sequence[object]) -> tuple[int, ...]:
+    """Return the numbers of calls that are not trained. Raises EpisodeFailed for what is no call's number."""
+    found = tuple(one for one in numbers if isinstance(one, int) and 0 <= one < MAX_CALLS)
+    if len(found) != len(numbers):
+        raise EpisodeFailed(f"untrained calls beyond the numbers of calls; expected 0 to {MAX_CALLS - 1}")
+    return found

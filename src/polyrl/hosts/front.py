@@ -14,7 +14,6 @@ Left out: messages to tokens (chats.py), the shapes of bodies (bodies.py, replie
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import secrets
@@ -270,7 +269,6 @@ async def _refusals(request: web.Request, handler: FrontHandler) -> web.StreamRe
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        with contextlib.suppress(AttributeError):
-            log.debug("%s %s: %s", request.method, request.path, error.reason)
+        log.debug("%s %s: %s", request.method, request.path, error.reason)
         refusal = FrontRefusal(f"{request.method} {request.path[:80]}: {error.reason}", status=error.status)
         return web.Response(status=error.status, body=refusal.body(), content_type=_JSON)

@@ -112,6 +112,7 @@ class OwnEnvironment:
             one = await thread.run(self._make)
             self.num_tasks = _whole_number(one, "num_tasks")
             self.max_at_once = _whole_number(one, "max_at_once")
+            _whole_number(one, "max_tokens")
             _check_methods(one, self.name)
             if not hasattr(one, "play"):
                 self._text()

@@ -66,7 +66,7 @@ class PlayedEpisode(Episode):
         packed = columns.pack_tokens(grown.tokens)
         self._check(packed)
         call = host_frames.MakeCall(
-            *(*self._key, number, grown.base, grown.kept, packed),
+            *(self.key.sample, self.key.attempt, number, grown.base, grown.kept, packed),
             limits.max_tokens or 0,
             limits.stop_ids,
             limits.stop,
@@ -92,10 +92,6 @@ class PlayedEpisode(Episode):
             raise NoRoom(f"{len(packed) // 4} new tokens in one call; expected at most {_MAX_CALL_BYTES // 4}")
         if packed and (why := columns.why_no_ids(columns.view_tokens(packed), self._vocabulary)):
             raise EpisodeFailed(f"a prompt with {why}")
-
-    @property
-    def _key(self) -> tuple[int, int]:
-        return self.key.sample, self.key.attempt
 
     def answered(self, answer: host_frames.CallAnswer) -> None:
         """Take an answer. An answer that nothing waits for was sent twice."""

@@ -17,7 +17,7 @@ from polyrl.config.model_dir import read_facts
 from polyrl.data.text_parts import load_text_parts
 from polyrl.errors import PolyrlError
 from polyrl.hosts.episode import DrawnAnswer, NoRoom
-from polyrl.hosts.tool_syntax import PROBES, ToolSyntax, find_syntax, takes_arguments_as_text, wants_objects
+from polyrl.hosts.tool_syntax import PROBES, ToolSyntax, find_syntax, takes_arguments_as_text, writes_calls
 from polyrl.hosts.tools import whole_text
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ModelText:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="host-text")
         self._renders_tools: bool | None = None
         self._takes_text: bool | None = None
-        self._wants_objects: bool | None = None
+        self._writes_calls: bool | None = None
         self._syntaxes: list[ToolSyntax | None] = []
         self._special = _special_tokens(tokenizer)
         self._beginnings = _beginnings(self._special)
@@ -131,11 +131,11 @@ class ModelText:
             self._takes_text = self.template is not None and takes_arguments_as_text(self.template)
         return self._takes_text
 
-    def wants_objects(self) -> bool:
-        """Return whether the chat template refuses a call whose arguments are no object, as Qwen3-Coder's does."""
-        if self._wants_objects is None:
-            self._wants_objects = self.template is not None and wants_objects(self.template)
-        return self._wants_objects
+    def writes_calls(self) -> bool:
+        """Return whether the chat template writes calls. How models write them whose templates do not is known, too."""
+        if self._writes_calls is None:
+            self._writes_calls = self.template is not None and writes_calls(self.template)
+        return self._writes_calls
 
     def tool_syntax(self) -> ToolSyntax:
         """Return how the model writes tool calls. Raises ChatRefused where that cannot be told."""

@@ -91,12 +91,21 @@ def takes_arguments_as_text(template: "ChatTemplate") -> bool:
     )
 
 
-def wants_objects(template: "ChatTemplate") -> bool:
-    """Return whether the template writes calls whose arguments are an object, and refuses a text in its place, as those
-    do that write each argument by itself."""
-    return _written_with(template, _NAMES[:1], _GIVEN) is not None and (
-        _written_with(template, _NAMES[:1], "polyrl_key") is None
-    )
+def writes_calls(template: "ChatTemplate") -> bool:
+    """Return whether the template writes an answer with a call at all."""
+    return _written(template, _NAMES[:1]) is not None
+
+
+def writes_answer(template: "ChatTemplate", answer: dict[str, Any]) -> bool:
+    """Return whether the template writes this answer. Those that write each argument by itself refuse arguments that
+    are no object, and some refuse a second call."""
+    from polyrl.data.chat_template import TemplateRefused
+
+    try:
+        template.render([_USER, answer], {}, tools=PROBES, with_answer_begun=False)
+    except TemplateRefused:
+        return False
+    return True
 
 
 def _written(template: "ChatTemplate", names: Sequence[str]) -> str | None:

@@ -103,14 +103,6 @@ def _mark_half(found: "re.Match[str]") -> str:
     return "\ufffd" if is_half else found[0]
 
 
-def is_object(arguments: str) -> bool:
-    """Return whether arguments are a JSON object, as tools want them."""
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 def is_deep(arguments: str) -> bool:
     """Return whether arguments, be they JSON or not, nest deeper than any tool's do."""
     depth = 0

@@ -27,10 +27,10 @@ class SampleTokens:
 
     __slots__ = (
         "_cells",
-        "asked",
         "calls",
         "engine",
         "finish",
+        "newest_call",
         "own",
         "parts",
         "reward",
@@ -58,7 +58,7 @@ class SampleTokens:
         """Of an episode that has ended: its environment's reward, which `reward` is until the trainer has scored it."""
         self.calls: list[CallRecord] = []
         """An episode's; empty for a single answer."""
-        self.asked: tuple[int, int] = (0, -1)
+        self.newest_call: tuple[int, int] = (0, -1)
         """The attempt that its host is at, and the newest call that was made in it, since this process started."""
         self.sent_on: Link | None = None
         """The trainer's connection on which it was sent to be scored: as long as that lasts, the trainer has it."""

@@ -115,7 +115,7 @@ def _environment(desk: Desk, domain: int, now: float) -> EnvironmentStatus:
         waiting=sum(one in desk.samples and desk.samples[one].state == "unhosted" for one in unhosted),
         turn_p50_s=times.within_s(0.5),
         turn_p99_s=times.within_s(0.99),
-        turn_limit_s=turns.present_limit_s(desk, domain, now),
+        turn_limit_s=turns.present_turn_limit_s(desk, domain, now),
         episode_limit_s=turns.present_episode_limit_s(desk, domain, now),
     )
 

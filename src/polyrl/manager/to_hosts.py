@@ -57,7 +57,7 @@ def play(run: Run, session: HostSession, sample: SampleId, attempt: int) -> None
     seed = mix64(run.desk.config.seed, group.domain, group.prompt, group.epoch) >> 1
     order = host_frames.EpisodeOrder(sample, attempt, group.prompt, seed, prompt.task)
     max_context = 0 if rules is None else rules.max_context
-    turn_timeout_s = turns.present_limit_s(run.desk, group.domain, run.lobby.now())
+    turn_timeout_s = turns.present_turn_limit_s(run.desk, group.domain, run.lobby.now())
     size, most = run.vocabulary.size, run.desk.max_new_tokens
     session.say(host_frames.Play((order,), max_context, most, size, turn_timeout_s))
 

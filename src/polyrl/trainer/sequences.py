@@ -33,7 +33,7 @@ class TrainingSequence(NamedTuple):
     trained: Positions
     """The positions of the tokens that are trained in this sequence."""
     order: Positions
-    """The index of each of them among the drawn tokens of all calls."""
+    """The index of each of them among the drawn tokens of all calls that are trained."""
 
 
 def make_sequences(calls: Sequence[EpisodeCall], tokens: TokenIds) -> list[TrainingSequence]:
@@ -101,7 +101,7 @@ def _of_episode(group: Group, sample: Sample, index: int) -> list[TrainSample]:
     if not calls:
         return []
     places = np.concatenate([np.arange(call.start, call.end) for call in calls])
-    """The drawn tokens of all calls, as indices of the sample's tokens."""
+    """The drawn tokens of these calls, as indices of the sample's tokens."""
     found = make_sequences(calls, sample.tokens)
     made: list[TrainSample] = []
     for one in found:

@@ -65,8 +65,9 @@ def _config_of(env: str, entry_point: Any, settings: dict[str, Any]) -> Any:
     if isinstance(entry_point, str):
         module, _, name = entry_point.partition(":")
         entry_point = getattr(need(module, "skyrl-gym"), name)
-    kind = inspect.signature(entry_point).parameters["env_config"].annotation
-    own = next((one for one in (kind, *get_args(kind)) if dataclasses.is_dataclass(one)), None)
+    known = inspect.signature(entry_point).parameters.get("env_config")  # a creator may take all by **kwargs
+    kinds = () if known is None else (known.annotation, *get_args(known.annotation))
+    own = next((one for one in kinds if dataclasses.is_dataclass(one)), None)
     try:
         return settings if own is None else own(**settings)  # type: ignore[operator]
     except TypeError as error:

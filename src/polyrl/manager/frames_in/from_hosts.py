@@ -166,9 +166,9 @@ def _call(run: Run, session: HostSession, frame: host_frames.MakeCall) -> None:
         run.lobby.dirty_hosts[session.name] = session
         run.lobby.is_urgent = True
         return
-    if tokens.asked >= (frame.attempt, frame.number):
+    if tokens.newest_call >= (frame.attempt, frame.number):
         raise Refused("call", f"call {frame.number} of episode {show_sample(sample.id)} was made with another prompt")
-    tokens.asked = (frame.attempt, frame.number)
+    tokens.newest_call = (frame.attempt, frame.number)
     most = min(room, frame.max_tokens) if frame.max_tokens else room
     _keep_call(run, tokens, frame, start, most)
     remember_prompt(tokens.calls, prompt)
@@ -193,10 +193,8 @@ def _repeat(
 ) -> None:
     """Answer a call that was made before, or go on with it."""
     tokens = run.payload.tokens_of(sample.id)
-    is_new, tokens.asked = (
-        (frame.attempt, frame.number) > tokens.asked,
-        max(tokens.asked, (frame.attempt, frame.number)),
-    )
+    is_new = (frame.attempt, frame.number) > tokens.newest_call
+    tokens.newest_call = max(tokens.newest_call, (frame.attempt, frame.number))
     if known.end != OPEN:
         if is_new and sample.state == "playing":  # it was begun again, and comes this way once more
             run.tell(e.CallRepeated(sample.id, sample.attempt))

@@ -37,7 +37,7 @@ class Host(Struct):
     is_proven: bool = False
     """Whether it has played an episode to its end."""
     num_failed: int = 0
-    """Episodes that it failed since."""
+    """Episodes that it failed since it last played one to its end."""
 
     @property
     def capacity(self) -> int:
@@ -52,7 +52,7 @@ class HostsState(Struct):
     seats: dict[int, Host] = {}
     by_name: dict[HostName, int] = {}
     last_incarnations: dict[HostName, Incarnation] = {}
-    """The newest life of every name that is there."""
+    """The newest life of every name that is remembered: those that are there, and many that left."""
     next_seat: int = 1
 
     def find(self, name: HostName, incarnation: Incarnation) -> Host | None:

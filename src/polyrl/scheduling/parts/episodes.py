@@ -33,7 +33,7 @@ MAX_HOST_LOSSES = 10
 group. A long episode that gets on from host to host is not: machines die for reasons of their own."""
 _MAX_NAMES = 1000
 """Names of hosts that are remembered, beyond those that are there."""
-MANY_NAMES = 10
+_PROVEN_FIRST_SINCE = 10
 """The first rules that prefer hosts that have played: a stranger may join under as many names as it likes."""
 
 # Hosts
@@ -112,7 +112,7 @@ def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
 
 
 def _is_believed(desk: Desk, host: Host) -> bool:
-    return desk.state.rules < MANY_NAMES or desk.hosts.is_believed(host)
+    return desk.state.rules < _PROVEN_FIRST_SINCE or desk.hosts.is_believed(host)
 
 
 def _forget_names(desk: Desk) -> None:
@@ -160,8 +160,8 @@ def _host_domain(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
 
 
 def is_in_doubt(desk: Desk, sample: TrackedSample) -> bool:
-    """Return whether an episode has failed, or went with a host that nobody knows yet."""
-    return sample.failed_at >= 0 and desk.state.rules >= MANY_NAMES
+    """Return whether an episode has failed, or was lost with a host that never played one to its end."""
+    return sample.failed_at >= 0 and desk.state.rules >= _PROVEN_FIRST_SINCE
 
 
 def choose_host(desk: Desk, sample: TrackedSample, environment: str) -> Host | None:
@@ -206,7 +206,7 @@ def call_made(desk: Desk, event: CallMade, now: Seconds) -> None:
         desk.ledger.late_news += 1
         return
     round_ = desk.round_of(sample)
-    if sample.version != NO_VERSION:  # what nobody was ever given has no tokens
+    if sample.version != NO_VERSION:  # one that no worker ever wrote has no tokens
         leases.note_tokens(desk, sample, num_tokens)
     _cut(desk, sample, num_tokens, "environment_lost")
     sample.call_start = min(start, sample.num_tokens)

@@ -30,9 +30,9 @@ from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import ASKED, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.staleness import oldest_version
 
-_MANY_NAMES = 3
+_PROVEN_FIRST_SINCE = 3
 """The first rules that prefer workers that have answered: a stranger may join under as many names as it likes."""
-_MANY_SILENT = 7
+_PROVEN_FIRST_FOR_SILENT_SINCE = 7
 """The first rules that do so for samples of workers that bring nothing."""
 
 
@@ -56,7 +56,7 @@ def is_unproven(desk: Desk, worker: Worker) -> bool:
 
     Otherwise one process could join under many names, get the same samples under each, and let each time-out pass.
     """
-    if desk.state.rules < _MANY_SILENT or worker.is_proven or not worker.leases:
+    if desk.state.rules < _PROVEN_FIRST_FOR_SILENT_SINCE or worker.is_proven or not worker.leases:
         return False
     return any(one.is_proven and one.state != "draining" for one in desk.seats.values())
 
@@ -109,13 +109,13 @@ def fails_for_good(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> bo
     """Return whether a sample that was just failed is not tried any more."""
     if sample.num_failures < desk.config.fleet_rules.max_failures:
         return False
-    return desk.state.rules < _MANY_NAMES or group.step == ASKED or not _is_to_be_tried(desk, group)
+    return desk.state.rules < _PROVEN_FIRST_SINCE or group.step == ASKED or not _is_to_be_tried(desk, group)
 
 
 def _is_to_be_tried(desk: Desk, group: TrackedGroup) -> bool:
     """Return whether the group is to be tried by another worker, whose word counts for more than that of the workers
     that failed it."""
-    if desk.state.rules < _MANY_NAMES:
+    if desk.state.rules < _PROVEN_FIRST_SINCE:
         return len(group.failed_on) < 2 and bool(others(desk, group))
     num_proven = sum(seat in desk.seats and desk.seats[seat].is_proven for seat in group.failed_on)
     if others(desk, group):
@@ -161,7 +161,7 @@ def _candidates(desk: Desk, group: TrackedGroup) -> list[Worker]:
     """
     willing = others(desk, group)
     sound = [one for one in willing if not one.is_doubtful]
-    if desk.state.rules < _MANY_NAMES:
+    if desk.state.rules < _PROVEN_FIRST_SINCE:
         return sound or willing or _able(desk, group)
     if group.num_again and ((believed := [one for one in sound if _is_believed(one)]) or _believed_come(desk, group)):
         return believed
@@ -190,7 +190,7 @@ def _believed_come(desk: Desk, group: TrackedGroup) -> bool:
 
 def waits_for_another(desk: Desk, round_: Round) -> bool:
     """Return whether the first sample that failed waits for a worker that does not generate now."""
-    if desk.state.rules < _MANY_NAMES or not round_.failed:
+    if desk.state.rules < _PROVEN_FIRST_SINCE or not round_.failed:
         return False
     return not _candidates(desk, desk.groups[desk.samples[round_.failed[0]].group])
 

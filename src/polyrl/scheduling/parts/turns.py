@@ -21,7 +21,10 @@ from polyrl.scheduling.rules.play_limits import (
     turn_bounds,
 )
 
-_NO_TASK, _NO_PROBE, _NOTHING_PLAYED = -1, 1.0, PlayTimes()
+_NO_TASK = -1
+_NO_PROBE = 1.0
+"""A draw that is no probe, as most are."""
+_NOTHING_PLAYED = PlayTimes()
 LEARNED_SINCE = 4
 """The first of `desk.RULES` by which limits of turns are learned."""
 _EPISODES_LEARNED_SINCE = 6
@@ -50,11 +53,8 @@ def begin(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
         desk.deadlines.set(("turn", sample.id), now + rules.turn_timeout_s)
         return
     clock, host, group = _clock(desk, sample, now), desk.hosts.seats[sample.host], desk.groups[sample.group]
-    known = desk.state.turns.get(group.domain)
     draw = unit(desk.config.seed, sample.id, sample.attempt, sample.num_tokens)
-    limit = (known or PlayTimes()).limit(
-        turn_bounds(rules), group.prompt, now, draw, has_moved=host.moved_at is not None
-    )
+    limit = _of_turns(desk, group.domain, group.prompt, now, draw, has_moved=host.moved_at is not None)
     clock.turn_began_at, clock.limit_s = now, limit.timeout_s
     left_s = 0.0 if is_played_out(clock) else rules.episode_timeout_s - clock.played_s
     if left_s <= limit.timeout_s:
@@ -71,10 +71,7 @@ def end(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
     took_s = max(0.0, now - clock.turn_began_at)
     clock.played_s += took_s
     host.moved_at = now
-    known = desk.state.turns.get(group.domain)
-    if known is None:
-        known = desk.state.turns[group.domain] = PlayTimes()
-    known.observe(group.prompt, took_s, now)
+    desk.state.turns.setdefault(group.domain, PlayTimes()).observe(group.prompt, took_s, now)
     stop(desk, sample.id)
 
 
@@ -106,12 +103,11 @@ def who_hangs(desk: Desk, sample: TrackedSample, now: Seconds) -> Culprit:
     return culprit
 
 
-def present_limit_s(desk: Desk, domain: int, now: Seconds) -> Seconds:
+def present_turn_limit_s(desk: Desk, domain: int, now: Seconds) -> Seconds:
     """Return the limit of most turns of a domain's environment, as it is now."""
-    rules, known = desk.config.environments, desk.state.turns.get(domain)
-    if known is None or desk.state.rules < LEARNED_SINCE:
-        return rules.turn_timeout_s
-    return known.limit(turn_bounds(rules), _NO_TASK, now, _NO_PROBE).timeout_s
+    if desk.state.rules < LEARNED_SINCE:
+        return desk.config.environments.turn_timeout_s
+    return _of_turns(desk, domain, _NO_TASK, now, _NO_PROBE).timeout_s
 
 
 def present_episode_limit_s(desk: Desk, domain: int, now: Seconds) -> Seconds:
@@ -119,6 +115,11 @@ def present_episode_limit_s(desk: Desk, domain: int, now: Seconds) -> Seconds:
     if desk.state.rules < _EPISODES_LEARNED_SINCE:
         return desk.config.environments.episode_timeout_s
     return _of_episodes(desk, domain, _NO_TASK, now, _NO_PROBE).timeout_s
+
+
+def _of_turns(desk: Desk, domain: int, task: int, now: Seconds, draw: float, *, has_moved: bool = True) -> PlayLimit:
+    known = desk.state.turns.get(domain, _NOTHING_PLAYED)
+    return known.limit(turn_bounds(desk.config.environments), task, now, draw, has_moved=has_moved)
 
 
 def _of_episodes(desk: Desk, domain: int, task: int, now: Seconds, draw: float) -> PlayLimit:

@@ -112,10 +112,10 @@ class PlayTimes(msgspec.Struct):
             return PlayLimit(most, "its host is new")
         if draw < PROBE_PROBABILITY:
             return PlayLimit(most, f"a probe for slower {things}")
-        longest_s, of_task = self.typical_s, self.slowest.get(task, 0.0)
-        timeout = min(most, max(bounds.least_s, SLACK * max(longest_s, of_task)))
-        whose = "this task's longest" if of_task > longest_s else f"999 of 1000 {things}"
-        return PlayLimit(timeout, f"learned: {max(longest_s, of_task):.2f} s for {whose}", learned=True)
+        typical_s, of_task = self.typical_s, self.slowest.get(task, 0.0)
+        timeout = min(most, max(bounds.least_s, SLACK * max(typical_s, of_task)))
+        whose = "this task's longest" if of_task > typical_s else f"999 of 1000 {things}"
+        return PlayLimit(timeout, f"learned: {max(typical_s, of_task):.2f} s for {whose}", learned=True)
 
 
 Culprit = Literal["episode", "host", "unclear"]
