@@ -130,7 +130,7 @@ SESSIONS = (
     ),
 )
 ELSEWHERE = {
-    "agents": {"polyrl demo agent": "tests/integration/test_demo.py"},
+    "agents": {"polyrl demo agent": "tests/chaos/test_demos.py"},
     "code": {"sudo apt-get|pip install": "of the reader's machine"},
     "data": {
         "polyrl data prepare": "tests/data/test_prepare.py",
