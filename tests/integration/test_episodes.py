@@ -34,6 +34,8 @@ CONFIG = SchedulerConfig(
     fleet_rules=FleetRules(heartbeat_timeout_s=3.0),
     environments=EnvironmentRules(host_timeout_s=1.0),
 )
+PATIENT = msgspec.structs.replace(CONFIG, environments=EnvironmentRules(host_timeout_s=30.0))
+"""For tests of which a host that is lost is the failure: on a busy machine a second may pass without a heartbeat."""
 TURNS = 3
 
 
@@ -485,7 +487,7 @@ def test_what_an_environment_says_that_no_manager_takes_fails_its_own_episode_al
     async def scenario() -> None:
         async with (
             manager(tmp_path) as live,
-            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            trainer(live, PATIENT, prompts=prompt_of, answers=MODEL) as fleet,
             honest_worker(live),
             host(live, Mixed()),
         ):
@@ -507,7 +509,7 @@ def test_a_reason_that_cannot_be_written_is_escaped_and_the_episode_keeps_its_re
     async def scenario() -> None:
         async with (
             manager(tmp_path) as live,
-            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            trainer(live, PATIENT, prompts=prompt_of, answers=MODEL) as fleet,
             honest_worker(live),
             host(live, Damaged()),
         ):
