@@ -118,7 +118,7 @@ def test_alarms_without_a_collapse_stay_as_they_are():
 def test_of_stale_data_the_cause_is_named_and_one_remedy_for_the_fleet(share: float, helps: str):
     series = {"staleness/mean": [16.0] * 8, "time/step_total": [2.0] * 8, "cost/usd_step": [0.5] * 8}
     pulling = replace(WORKER, state="pulling", pulling=174)
-    status = replace(STATUS, workers=(pulling,), published=190)
+    status = replace(STATUS, workers=(pulling, replace(WORKER, name="w2")), published=190)
     around = alarms.AlarmContext({"train": {"max_staleness": 16}}, status=status, waits_for_fleet=share)
     (found,) = alarms.of_metrics(series, around)
     assert found.do.startswith("lower train.max_staleness (16 now); ") and helps in found.do

@@ -37,7 +37,7 @@ _REPEATING = 0.2
 """Share of a step's answers."""
 _TAIL_TOKENS = 256
 _MIN_TOKENS = 64
-_OF_A_COLLAPSE = ("length drift", "endless text", "garbled text", "entropy gone", "gradient spike")
+_OF_A_COLLAPSE = ("nothing learned", "length drift", "endless text", "garbled text", "entropy gone", "gradient spike")
 """Alarms that are signs of a collapse once the reward has fallen."""
 _WAITS = 0.3
 """The share of the trainer's time in waits for answers from which on the fleet is the slower one."""
@@ -270,7 +270,8 @@ def _why_stale(around: AlarmContext) -> tuple[str, str]:
         do = "; more or faster workers help"
     elif share is not None:
         causes.append(f"the trainer waits for answers {share:.0%} of its time: complete rounds wait for it, and age")
-        do = "; fewer workers cost less, and the trainer is as fast"
+        one = around.status is not None and sum(not one.local for one in around.status.workers) == 1
+        do = f"; {'a slower worker costs' if one else 'fewer workers cost'} less, and the trainer is as fast"
     return "; ".join([*causes, *pulls(around.status)]), do
 
 
