@@ -34,7 +34,8 @@ _SHORT_S = 2.0
 """The least seconds of the newest steps at which a wait is reported."""
 _REACHES = 0.98
 """The share of the cap from which on an answer counts as one that reached it."""
-_MOST_PROCESSES = 256
+_AT_ONCE = 8
+"""The most reward processes that are proposed, as a multiple of those there are."""
 _SELDOM = 10
 """The steps between validations that are reckoned with, where they come more often."""
 _PER_HOUR = 3600.0
@@ -270,14 +271,19 @@ def _of_rewards(worst: TimePart, around: WaitingContext) -> tuple[str, str]:
     if processes and last and (num := fmean(one.num_samples for one in last)):
         why += (
             f": a step waits {show_seconds(worst.a_step_s)} for {num:,.0f} of them and rewards.processes = {processes},"
-            f" so that one takes {show_seconds(worst.a_step_s * processes / num)} or more"
+            f" so that one takes about {show_seconds(worst.a_step_s * processes / num)}"
         )
     if told is not None and told.running:
         why += f"; the call that has run longest has for {show_seconds(told.longest_s)}"
     enough = ""
     if processes and worst.share < 1.0:
-        wanted = min(_MOST_PROCESSES, max(processes + 1, ceil(round(processes * worst.share / (1.0 - worst.share), 6))))
-        enough = f" to {wanted}, where the function waits for a service or this machine has that many cores"
+        needed = ceil(round(processes * worst.share / (1.0 - worst.share), 6))
+        wanted = max(processes + 1, min(needed, _AT_ONCE * processes))
+        waits_s = worst.a_step_s * processes / wanted
+        enough = (
+            f": with {wanted}, a step would wait {show_seconds(waits_s)} in place of {show_seconds(worst.a_step_s)}, "
+            "where the function waits for a service or this machine has that many cores"
+        )
     return why, (
         f"raise {around.named('rewards', 'processes')}{enough}; start reward workers on other machines "
         "(polyrl worker --rewards); or make the function quicker"
@@ -342,7 +348,7 @@ def _of_places(status: Status | None) -> str:
 def _of_no_worker(around: WaitingContext) -> tuple[str, str, str]:
     status, here = around.status, ""
     if "127.0.0.1" in around.join:
-        here = ' on this machine: 127.0.0.1 is not reached from another, which manager.host = "0.0.0.0" would let in'
+        here = ' on this machine: 127.0.0.1 is this one alone, and manager.host = "0.0.0.0" lets others in'
     if status is not None and (found := pulls(status)):
         why = "no worker could write: " + "; ".join(found)
         do = "have more workers join, so that some write while others pull"
