@@ -82,6 +82,51 @@ def test_a_worker_that_writes_half_as_fast_lags_or_is_silent_is_named_and_the_tr
     assert [*alarms.of_fleet(replace(STATUS, workers=(*fleet[:1], slow)), paces)] == [], "of two, which is slow?"
 
 
+COLLAPSE = {
+    "reward/mean": [0.1] * 5 + [0.8] * 10 + [0.05] * 6,
+    "token/response_length/mean": [20.0] * 15 + [90.0] * 6,
+    "time/step_total": [1.0] * 21,
+}
+
+
+def test_a_collapse_is_one_verdict_with_its_signs_the_checkpoint_before_it_and_the_command():
+    recipe = {"optimizer": {"lr": 0.004}}
+    around = alarms.AlarmContext(recipe, "runs/x", checkpoints=[5, 10, 20], last_step=20)
+    found = alarms.verdict([*alarms.of_metrics(COLLAPSE, around)], COLLAPSE, around)
+    assert [one.name for one in found] == ["run collapsed"]
+    (told,) = found
+    assert "fell from 0.8 to 0.05" in told.what and "answers have 90 tokens, 20 at the start" in told.what
+    assert told.why.endswith("optimizer.lr is 0.004 now") and told.costs.startswith("6.0 s")
+    assert "the checkpoint of step 10, the newest before it fell" in told.do
+    assert told.run == (
+        "polyrl export --step 10 runs/x runs/x-step-10 && polyrl train runs/x/recipe.toml --run-dir runs/x-again "
+        "optimizer.lr=0.0004 model.path=runs/x-step-10"
+    )
+    late = around._replace(checkpoints=[20])
+    (told,) = alarms.verdict([*alarms.of_metrics(COLLAPSE, late)], COLLAPSE, late)
+    assert "no checkpoint from before it fell is kept" in told.do
+    assert told.run == "polyrl train runs/x/recipe.toml --run-dir runs/x-again optimizer.lr=0.0004"
+
+
+def test_alarms_without_a_collapse_stay_as_they_are():
+    longer = {"token/response_length/mean": COLLAPSE["token/response_length/mean"]}
+    raised = [*alarms.of_metrics(longer)]
+    assert alarms.verdict(raised, longer, alarms.AlarmContext()) == raised
+
+
+@pytest.mark.parametrize(("share", "helps"), [(0.6, "more or faster workers help"), (0.1, "fewer workers cost less")])
+def test_of_stale_data_the_cause_is_named_and_one_remedy_for_the_fleet(share: float, helps: str):
+    series = {"staleness/mean": [16.0] * 8, "time/step_total": [2.0] * 8, "cost/usd_step": [0.5] * 8}
+    pulling = replace(WORKER, state="pulling", pulling=174)
+    status = replace(STATUS, workers=(pulling, replace(WORKER, name="w2")), published=190)
+    around = alarms.AlarmContext({"train": {"max_staleness": 16}}, status=status, waits_for_fleet=share)
+    (found,) = alarms.of_metrics(series, around)
+    assert found.do.startswith("lower train.max_staleness (16 now); ") and helps in found.do
+    assert ("more" in found.do) != ("fewer" in found.do)
+    assert "max_staleness = 16 allows it" in found.why and "w1 has been pulling version 174" in found.why
+    assert "the trainer is 16 versions further" in found.why and "took 10.0 s and $2.50" in found.costs
+
+
 def test_a_gradient_that_is_no_number_is_told_and_one_that_is_missing_is_not():
     steps = {"reward/mean": [0.5] * 20, "time/step_total": [2.0] * 20}
     broken = {**steps, "actor/grad_norm": [1.0] * 17, "actor/skipped_updates": [0.0] * 17 + [1.0] * 3}

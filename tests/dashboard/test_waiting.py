@@ -10,11 +10,11 @@ from tests.properties.hostile import play
 from tests.telemetry.test_account import write_journal
 from tests.telemetry.test_metrics import a_line
 
-from polyrl.dashboard.waiting import WORDS, TimePart, TimeUse, WaitingContext, doing, slowest
+from polyrl.dashboard.waiting import WORDS, TimePart, TimeUse, WaitingContext, doing, seconds_a_step, slowest
 from polyrl.dashboard.watched import WatchedRun
 from polyrl.journal.files import FILE_NAME
 from polyrl.scheduling.core.desk import Desk
-from polyrl.wire.control import EnvironmentStatus, RewardsStatus
+from polyrl.wire.control import EnvironmentStatus, RewardsStatus, WaitStatus
 
 
 def desk(*, busy: bool = False, validates: bool = False, paused: bool = False, **of_round: Any) -> Desk:
@@ -80,7 +80,9 @@ def test_a_run_that_trains_has_nothing_that_holds_it_up():
 
 
 def test_what_holds_it_up_is_said_with_why_what_it_costs_and_what_to_do():
-    around = WaitingContext(STATUS, [a_line()], join="polyrl worker --join URL", validation_every=1)
+    around = WaitingContext(
+        STATUS, [a_line()], join="polyrl worker --join URL", recipe={"validation": {"every_steps": 1}}
+    )
     for name in WORDS:
         found = slowest([part(name, 60.0, usd=2.0), part("trains", 40.0)], around)
         if found is None:
@@ -91,7 +93,70 @@ def test_what_holds_it_up_is_said_with_why_what_it_costs_and_what_to_do():
     validates = slowest([part("validates", 90.0)], around)
     assert validates is not None and validates.why.startswith("after every step, all validation prompts")
     gone = slowest([part("no worker", 90.0)], around)
-    assert gone is not None and gone.do.endswith("polyrl worker --join URL")
+    assert gone is not None and gone.run == "polyrl worker --join URL"
+
+
+def test_short_steps_are_held_up_too_and_what_it_takes_to_the_end_is_reckoned():
+    waits = TimePart("answers", WORDS["answers"], 2.3, 0.58, 0.01, 0.23)
+    recipe = {"train": {"steps": 101, "mode": "streaming"}}
+    found = slowest([waits], WaitingContext(STATUS, [replace(a_line(), step=0)], recipe=recipe))
+    assert found is not None and found.costs.endswith("; at this pace 23.0 s and $0.10 more by the last step")
+    assert found.do.startswith('train.mode = "async" ("streaming" now) trains meanwhile')
+
+
+def test_advice_on_validation_says_what_a_rarer_one_would_take():
+    recipe = {"validation": {"every_steps": 1, "num_prompts": 256}}
+    found = slowest([part("validates", 40.0)], WaitingContext(STATUS, [a_line()], recipe=recipe))
+    assert found is not None and "validation.num_prompts (256 now)" in found.do
+    assert "validation.every_steps (1 now): 10 would make it 6% of the time in place of 40%" in found.do
+    rare = WaitingContext(STATUS, [a_line()], recipe={"validation": {"every_steps": 20}})
+    found = slowest([part("validates", 40.0)], rare)
+    assert found is not None and "(20 now): 40 would make it 25% of the time" in found.do
+
+
+def test_advice_on_rewards_says_how_long_one_takes_and_proposes_a_number_of_processes():
+    lines = [replace(a_line(), num_samples=100)]
+    around = WaitingContext(STATUS, lines, recipe={"rewards": {"processes": 2}})
+    found = slowest([part("rewards", 80.0)], around)
+    assert found is not None and "a step waits 80.0 s for 100 of them and rewards.processes = 2" in found.why
+    assert "one takes about 1.6 s" in found.why
+    assert "rewards.processes (2 now): with 8, a step would wait 20.0 s in place of 80.0 s" in found.do
+
+
+def test_what_helps_against_a_long_tail_is_ranked_with_its_price_and_the_cap():
+    lines = [replace(a_line(), longest=400), replace(a_line(), longest=300)]
+    recipe: dict[str, Any] = {"rollout": {"max_new_tokens": 400}, "rounds": {"tail_batching": "off"}}
+    found = slowest([part("last answers", 40.0)], WaitingContext(STATUS, lines, recipe=recipe))
+    assert found is not None and "the cap, rollout.max_new_tokens = 400, in 1 of the last 2 steps" in found.why
+    assert found.do.startswith("1. rounds.tail_batching (off now)") and "; 2. train.mode" in found.do
+    assert "; 3. a lower rollout.max_new_tokens (400 now)" in found.do
+    recipe = {"train": {"mode": "async"}, "rounds": {"tail_batching": "short"}}
+    found = slowest([part("last answers", 40.0)], WaitingContext(STATUS, lines, recipe=recipe))
+    assert found is not None and found.do.startswith("a lower rollout.max_new_tokens")
+
+
+def test_without_a_worker_the_last_loss_is_told_and_who_reaches_the_address():
+    status = replace(STATUS, workers=(), ledger={"workers_joined": 2, "workers_lost": 2})
+    around = WaitingContext(status, [a_line()], join="polyrl worker --join http://127.0.0.1:5000", last_loss="silent")
+    found = slowest([part("no worker", 90.0)], around)
+    assert found is not None and found.run == around.join and "127.0.0.1 is this one alone" in found.do
+    assert found.why.startswith("0 workers are there now; a worker joined 2 times, and was lost 2 times, the last")
+    assert found.why.endswith("because: silent") and "last step" not in found.costs
+
+
+def test_a_worker_that_pulls_is_named_where_no_worker_could_write():
+    pulling = replace(STATUS.workers[0], state="pulling", pulling=174)
+    waits = (WaitStatus(what="pull", of="w1", age_s=4.4, given_up_in_s=900.0),)
+    status = replace(STATUS, workers=(pulling,), published=190, waits=waits)
+    found = slowest([part("no worker", 90.0)], WaitingContext(status, [a_line()]))
+    assert found is not None and "w1 has been pulling version 174 for 4.4 s" in found.why
+    assert "the trainer is 16 versions further" in found.why and found.do.startswith("have more workers join")
+
+
+def test_the_seconds_of_a_step_are_those_that_pass_with_waits_and_validation():
+    lines = [replace(a_line(), trained_at=10.0 * place, step_s=1.0) for place in range(20)]
+    assert seconds_a_step(lines) == 10.0
+    assert seconds_a_step(lines[:1]) is None
 
 
 @pytest.mark.parametrize("name", ["updates", "validates"])
@@ -105,7 +170,7 @@ def test_a_slow_environment_is_named_with_the_time_of_its_turns_and_whether_plac
         episode_limit_s=3600.0,
     )  # fmt: skip
     found = slowest([part("environments", 90.0)], WaitingContext(replace(STATUS, environments=[slow])))
-    assert found is not None and "turns of mine:Browser take longer than 2.0 s" in found.why and "30.0 s" in found.why
+    assert found is not None and "a turn of mine:Browser takes 2.0 s (median; p99 30.0 s)" in found.why
     assert found.do.startswith("see what its tools wait for") and "async" in found.do
     crowded = [replace(slow, places=64, waiting=64)]
     found = slowest([part("environments", 90.0)], WaitingContext(replace(STATUS, environments=crowded)))
@@ -113,8 +178,8 @@ def test_a_slow_environment_is_named_with_the_time_of_its_turns_and_whether_plac
 
 
 def test_a_slow_worker_is_named_where_steps_wait_for_the_last_answers():
-    found = slowest([part("last answers", 90.0)], WaitingContext(STATUS, slow_workers=["w3"]))
-    assert found is not None and "on w3" in found.why and found.do.endswith("polyrl drain w3")
+    found = slowest([part("last answers", 90.0)], WaitingContext(STATUS, slow_workers=["w3"], run_dir="runs/x"))
+    assert found is not None and "on w3" in found.why and found.run == "polyrl drain w3 --run-dir runs/x"
 
 
 def test_a_reward_function_is_named_also_while_no_call_of_it_runs(tmp_path):

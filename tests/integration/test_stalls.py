@@ -392,7 +392,7 @@ async def _no_host(live: Live) -> AsyncIterator[None]:
         yield
 
 
-@stall("slow environment", r"environments have the move in 8 episodes, workers in 0$")
+@stall("slow environment", r"8 episodes wait for their environment, and workers write in 0$")
 async def _slow_environment(live: Live) -> AsyncIterator[None]:
     async with episodes_round(live), episodes.host(live, slow_environment()):
         yield

@@ -110,6 +110,27 @@ def test_a_slow_reward_is_named_with_its_own_time_limit_and_those_that_failed_ar
     assert failed.do.startswith("runs/x/logs/rewards.log has what functions printed")
 
 
+def test_answers_are_not_said_to_wait_for_none_that_is_scored():
+    """How many functions run is told once a second, and may be of before they began."""
+    rewards = RewardsStatus(running=0, timeout_s=5.0, longest_s=0.0, function="", failed=0, why="")
+    queues = {"rewards_running": 0, "rewards_waiting": 46}
+    now = replace(STATUS, rounds=(replace(ROUND, samples_running=0),), queues=queues, rewards=rewards)
+    what = diagnose(now, now).findings[0].what
+    assert what == "step 3 lacks 2 groups of 4: 46 answers are with the reward functions"
+
+
+@pytest.mark.parametrize(
+    ("setting", "do"),
+    [
+        (None, "where it is off, rounds.tail_batching packs"),
+        ("off", "rounds.tail_batching (off now) packs"),
+        ("short", "a lower rollout.max_new_tokens"),
+    ],
+)
+def test_advice_on_last_answers_knows_whether_tail_batching_is_off(setting: str | None, do: str):
+    assert diagnose(STATUS, STATUS, tail_batching=setting).findings[0].do.startswith(do)
+
+
 def test_episodes_that_failed_are_counted_and_prompts_that_were_lost_to_them():
     ledger: dict[str, Any] = {"episodes_ended": {"scored": 24, "failed": 182}, "prompts_dropped": {"failed": 18}}
     now = replace(STATUS, ledger=ledger)
@@ -186,7 +207,7 @@ def test_environments_that_have_the_move_are_told_with_their_limits():
     waits = (wait("turn", "episode 1/0"), replace(wait("episode", "episode 1/0"), given_up_in_s=40.0))
     now = replace(STATUS, rounds=(replace(ROUND, episodes_playing=5),), hosts=(HOST,), waits=waits)
     what, then = told(now)[0]
-    assert what == "step 3 lacks 2 groups of 4: environments have the move in 5 episodes, workers in 2"
+    assert what == "step 3 lacks 2 groups of 4: 5 episodes wait for their environment, and workers write in 2"
     assert then == (
         "each goes on with its environment's next call, or ends with a reward; the environment that is slowest to "
         "answer is given up in 5.0 s at the latest; the oldest episode ends in 40.0 s at the latest"

@@ -73,7 +73,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_view_shows_the_run_and_nothing_complains(browser: Any, run_dir: Path):
     with dashboard(run_dir) as link, opened(browser, link) as seen:
         assert "token=" not in seen.page.url, "the token does not stay in the address"
-        assert seen.page.inner_text(".card b") == "9"
+        assert seen.page.inner_text(".card b") == "10"
         go(seen, "rollouts", ".list button.row")
         assert seen.page.locator(".list button.row").count() == len(HOSTILE)
         go(seen, "timeline", ".timeline .names div")

@@ -146,11 +146,16 @@ def _as_its_page(run_dir: Path, told: "Sequence[Status]") -> "tuple[Slowest | No
 def _lines_of(slow: "Slowest | None") -> list[str]:
     if slow is None:
         return []
-    return [slow.what, f"    why: {slow.why}", f"    costs: {slow.costs}", f"    you could: {slow.do}"]
+    return [slow.what, *_facts(slow)]
 
 
 def _lines_of_alarm(one: "Alarm") -> list[str]:
-    return [f"alarm: {one.name}: {one.what}", f"    costs: {one.costs}", f"    you could: {one.do}"]
+    return [f"alarm: {one.name}: {one.what}", *_facts(one)]
+
+
+def _facts(one: "Slowest | Alarm") -> list[str]:
+    facts = {"why": one.why, "costs": one.costs, "you could": one.do, "with": one.run}
+    return [f"    {word}: {text}" for word, text in facts.items() if text]
 
 
 def _print(found: "Diagnosis", past: list[str], *, runs: bool) -> None:

@@ -195,7 +195,7 @@ class Follower:
             return list(self._fleet.lives)
 
     def paces(self) -> dict[str, float]:
-        """Return the tokens a second and sample of each worker, as `KeptLeases.paces` does."""
+        """Return the tokens a second per sample of each worker, as `KeptLeases.paces` does."""
         with self._lock:
             return self._leases.paces()
 

@@ -77,6 +77,6 @@ class KeptLeases:
         yield from (one for one in running.values() if one.start_s < end)
 
     def paces(self) -> dict[str, float]:
-        """Return the tokens a second and sample of each worker, from its newest leases; left out: those with few."""
+        """Return the tokens a second per sample of each worker, from its newest leases; left out: those with few."""
         known = {name: found for name, found in self._paces.items() if len(found) >= _PACE_LEASES // 4}
         return {name: sum(one[0] for one in found) / sum(one[1] for one in found) for name, found in known.items()}

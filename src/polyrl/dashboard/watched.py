@@ -8,7 +8,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from polyrl.run.diagnosis import Diagnosis, diagnose, diagnose_remains
 from polyrl.run.kept_samples import recipe_of, text_decoder
 from polyrl.run.waits import ENDED_BY, choose
 from polyrl.run.workers import join_command_of
+from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry import ledger_report
 from polyrl.telemetry.account import read_account
 from polyrl.telemetry.metric_names import HEADLINES, describe
+from polyrl.trainer.state import entries
 from polyrl.wire.control import Status
 
 _ALARMING = (
@@ -38,6 +40,12 @@ _ALARMING = (
     "staleness/mean", "time/step_total", "cost/usd_step", "actor/clip_frac_low", "actor/clip_frac_high",
     "actor/skipped_updates",
 )  # fmt: skip
+_FOR_ANSWERS = ("answers", "last answers", "places", "no worker")
+"""The trainer's waits while answers are written."""
+_NOT_WELL = ("run collapsed", "nothing learned")
+_STANDS_S = 10.0
+_STANDS = 5.0
+"""A run whose step lasts that many times as long as those before it stands still."""
 _HISTORY = 500
 _LEDGER_EVERY_S = 10.0
 _LEDGER_REST = 20.0
@@ -108,6 +116,9 @@ class WatchedRun:
         status = self._statuses[-1] if self._statuses else None
         found = self._diagnosis()
         raised, parts, slow = list(self._alarms(status)), self._parts(), self.slowest()
+        moves = found is not None and found.is_moving
+        lines = self.follower.lines()
+        step_s = waiting.seconds_a_step(lines)
         return {
             "name": self.name,
             "kind": "simulation" if self.is_simulation else "live" if self.live else "over",
@@ -119,7 +130,10 @@ class WatchedRun:
             "headlines": {label: value for label, value in headlines.items() if value is not None},
             "status": None if status is None else _without_fleet(status),
             "status_age_s": None if status is None else time.monotonic() - self._heard_at,
-            "moving": found is not None and found.is_moving,
+            "moving": moves,
+            "well": moves and slow is None and all(one.name not in _NOT_WELL for one in raised),
+            "step_s": step_s,
+            "stands_s": self._stands_s(lines, step_s),
             "findings": [] if found is None else [one._asdict() for one in found.findings],
             "alarms": [one._asdict() for one in raised],
             "time": [one._asdict() for one in parts],
@@ -139,7 +153,8 @@ class WatchedRun:
     def _diagnosis(self) -> Diagnosis | None:
         if len(self._statuses) == 2:
             earlier, now = self._statuses
-            return diagnose(earlier, now, str(self.path))
+            packs = self._setting("rounds", "tail_batching")
+            return diagnose(earlier, now, str(self.path), tail_batching=packs)
         if self.live or self.is_simulation:
             return None
         steps = [{"reward/mean": value} for value in self.curves.column("reward/mean")]
@@ -154,18 +169,35 @@ class WatchedRun:
             return [*self._alarms(self._statuses[-1] if self._statuses else None)]
 
     def _alarms(self, status: Status | None) -> Iterator[alarms.Alarm]:
-        yield from alarms.of_metrics({name: self.curves.tail(name, _HISTORY) for name in _ALARMING})
+        series = {name: self.curves.tail(name, _HISTORY) for name in _ALARMING}
+        around = self._alarm_context(status)
+        found = [*alarms.of_metrics(series, around), *self._look_at_answers()]
+        yield from alarms.verdict(found, series, around)
+        yield from self._of_fleet(status)
+
+    def _alarm_context(self, status: Status | None) -> alarms.AlarmContext:
+        parts = self._parts()
+        return alarms.AlarmContext(
+            self._known_recipe(),
+            str(self.path),
+            [entries.step_of(one) for one in entries.found(self.path / "checkpoints")],
+            self.curves.steps[-1] if self.curves.steps else -1,
+            status,
+            sum(one.share for one in parts if one.name in _FOR_ANSWERS) if parts else None,
+        )
+
+    def _look_at_answers(self) -> list[alarms.Alarm]:
+        """Return the alarms of the newest answers that were looked at, and begin to look at newer ones."""
         step = self.curves.steps[-1] if self.curves.steps else -1
         if step != self._answers[0] and not self.is_simulation and not (self._reader and self._reader.is_alive()):
             self._reader = threading.Thread(target=self._of_answers, args=(step,), name="answers", daemon=True)
             self._reader.start()  # the first texts wait for a tokenizer, for seconds; nothing else has to
-        yield from self._answers[1]
-        yield from self._of_fleet(status)
+        return self._answers[1]
 
     def _of_fleet(self, status: Status | None) -> Iterator[alarms.Alarm]:
         if status is not None:
             allowed = self._setting("train", "max_staleness") or 1
-            yield from alarms.of_fleet(status, self.follower.paces(), allowed)
+            yield from alarms.of_fleet(status, self.follower.paces(), allowed, str(self.path))
 
     def _of_answers(self, step: int) -> None:
         """Look at the answers of the newest step, for alarms that are told from then on."""
@@ -204,11 +236,21 @@ class WatchedRun:
             self.follower.lines(),
             slow_workers,
             self._join_command(),
-            is_async=self._setting("train", "mode") == "async",
-            validation_every=self._setting("validation", "every_steps"),
-            packs_tails=self._setting("rounds", "tail_batching") not in (None, "off"),
+            recipe=self._known_recipe(),
+            run_dir=str(self.path),
             reward_function=self._slow_reward[1] or self._only_reward(),
+            last_loss=self._last_loss(),
         )
+
+    def _stands_s(self, lines: Sequence[StepLine], step_s: float | None) -> float | None:
+        """Return for how long no step of a live run has ended; None: hardly longer than a step takes."""
+        stands_s = self.follower.time_now() - lines[-1].trained_at if self.live and lines else 0.0
+        return stands_s if stands_s > max(_STANDS_S, _STANDS * (step_s or 0.0)) else None
+
+    def _last_loss(self) -> str:
+        """Return why the worker that was lost last was; empty: none was."""
+        lost = [one for one in self.follower.lives() if one.ending == "lost" and one.ended_at is not None]
+        return max(lost, key=lambda one: one.ended_at or 0.0).why if lost else ""
 
     def _only_reward(self) -> str:
         """Return the recipe's reward function; nothing where it has several, or names none."""
@@ -216,11 +258,15 @@ class WatchedRun:
         return named if isinstance(named, str) and not self._setting("rewards", "functions") else ""
 
     def _setting(self, section: str, key: str) -> Any:
-        """Return what the recipe says, which is read until it is there; None: nothing."""
+        """Return what the recipe says; None: nothing."""
+        return self._known_recipe().get(section, {}).get(key)
+
+    def _known_recipe(self) -> dict[str, Any]:
+        """Return the recipe, which is read until it is there."""
         if not self._recipe:
             with contextlib.suppress(PolyrlError):
                 self._recipe = recipe_of(self.path)
-        return self._recipe.get(section, {}).get(key)
+        return self._recipe
 
     def metric_names(self) -> list[dict[str, str]]:
         with self._lock:

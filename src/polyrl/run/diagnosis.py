@@ -30,9 +30,10 @@ _LONG_S = 20.0
 """A part of a step that lasts longer may be a process that stands still."""
 
 
-def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosis:
-    """Explain what the run waits for. `run_dir` is put into the commands that findings suggest."""
-    main = _of_trainer(now, run_dir) or _of_round(now)
+def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR", *, tail_batching: str | None = None) -> Diagnosis:
+    """Explain what the run waits for. `run_dir` is put into the commands that findings suggest; `tail_batching`: the
+    recipe's setting, where it is known."""
+    main = _of_trainer(now, run_dir) or _of_round(now, tail_batching)
     return Diagnosis(
         _is_moving(earlier, now),
         (main, *_of_failures(now, run_dir), *of_workers(earlier, now), *of_turned_away(now), *of_refusals(now)),
@@ -183,7 +184,7 @@ def _meanwhile(now: Status) -> str:
 # A round
 
 
-def _of_round(now: Status) -> Finding:
+def _of_round(now: Status, tail_batching: str | None) -> Finding:
     """Return the finding for the oldest round: the trainer takes no other before that one is done."""
     round_ = now.rounds[0]
     if round_.groups_delivered >= round_.groups:
@@ -220,7 +221,7 @@ def _of_round(now: Status) -> Finding:
     if round_.episodes_unhosted or round_.episodes_playing:
         return _environments(now, round_, missing)
     if round_.samples_running:
-        return _last_samples(now, round_, missing)
+        return _last_samples(now, round_, missing, tail_batching)
     return _rewards(now, missing)
 
 
@@ -256,10 +257,10 @@ def _nobody_plays(now: Status, round_: RoundStatus, missing: str) -> Finding:
 
 
 def _environments(now: Status, round_: RoundStatus, missing: str) -> Finding:
-    """Return the finding for episodes whose environments have the move, or that wait for a place at a host."""
+    """Return the finding for episodes that wait for their environment, or for a place at a host."""
     places = sum(one.slots for one in now.hosts if one.connected)
     what = (
-        f"{missing}: environments have the move in {count(round_.episodes_playing, 'episode')}, workers in "
+        f"{missing}: {count(round_.episodes_playing, 'episode')} wait for their environment, and workers write in "
         f"{round_.samples_running:,}"
     )
     limits = [
@@ -300,7 +301,7 @@ def _too_few_places(now: Status, round_: RoundStatus, missing: str, writers: lis
     )
 
 
-def _last_samples(now: Status, round_: RoundStatus, missing: str) -> Finding:
+def _last_samples(now: Status, round_: RoundStatus, missing: str, tail_batching: str | None) -> Finding:
     what = f"{missing}: the last {count(round_.samples_running, 'sample')} run, and none waits"
     on = next((one for one in now.workers if one.name == round_.longest_on), None)
     if on is None:
@@ -309,10 +310,12 @@ def _last_samples(now: Status, round_: RoundStatus, missing: str) -> Finding:
     left = now.max_new_tokens - round_.longest_tokens
     pace = on.tokens_per_s / on.running if on.running else 0.0
     at_most = f", in about {show_seconds(left / pace)} at most" if pace > 0 and left > 0 else ""
+    packs = round_.kind == "long" or tail_batching not in (None, "off")
+    is_off = "where it is off, rounds.tail_batching" if tail_batching is None else "rounds.tail_batching (off now)"
     do = (
         "a lower rollout.max_new_tokens cuts the longest off"
-        if round_.kind == "long"
-        else "where it is off, rounds.tail_batching packs the longest answers into rare long rounds"
+        if packs
+        else f"{is_off} packs the longest answers into rare long rounds"
     )
     return Finding(what, f"it ends by itself{at_most} ({now.max_new_tokens:,} tokens are allowed)", do)
 
@@ -332,6 +335,8 @@ def _rewards(now: Status, missing: str) -> Finding:
         else "a quicker function, or a lower rewards.timeout_s"
     )
     what = f"{missing}: {running:,} answers are being scored, {waiting:,} wait for it"
+    if not running:  # the trainer tells once a second how many functions run
+        what = f"{missing}: {count(waiting, 'answer')} {'is' if waiting == 1 else 'are'} with the reward functions"
     told = now.rewards
     if told is None or not told.running:
         wait = wait_of(now, "reward")

@@ -29,6 +29,9 @@ export function shown(text) {
   return nodes;
 }
 
+/** Return advice as nodes: what stands between backticks is code. */
+export const advice = (text) => text.split("`").map((part, place) => place % 2 ? h("code", {}, shown(part)) : shown(part));
+
 /** Return a text for places that take no nodes: titles, options, accessible names. */
 export const plain = (text) => text.replace(new RegExp(UNSEEN.source, "gu"), (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
 

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { lineChart } from "./charts.js";
-import { dollars, h, number, plain, redraw, seconds, shown, table } from "./dom.js";
+import { advice, dollars, h, number, plain, redraw, seconds, shown, table } from "./dom.js";
 
 export function open(place, state) {
   const cards = h("div", { class: "cards" });
@@ -39,9 +39,9 @@ export function open(place, state) {
     update({ now, run }) {
       const status = now.status;
       redraw(cards,
-        card("step", now.last_step === null ? "–" : number(now.last_step), now.last_step === null ? "none is trained yet" : `${number(now.last_step + 1)}${now.steps_wanted ? ` of ${number(now.steps_wanted)}` : ""} trained`),
+        card("steps trained", now.last_step === null ? "–" : number(now.last_step + 1), now.last_step === null ? "none is trained yet" : `${now.steps_wanted ? `of ${number(now.steps_wanted)}; ` : ""}the last is step ${number(now.last_step)}`),
         card("reward", number(now.headlines.reward), now.headlines.reward === undefined ? "" : "mean of the last step"),
-        card("seconds a step", number(now.headlines.time), now.headlines["tok/s"] === undefined ? "" : `${number(now.headlines["tok/s"])} tokens/s trained`),
+        card("seconds a step", number(now.step_s ?? now.headlines.time), now.stands_s !== null ? `no step has ended for ${seconds(now.stands_s)}` : now.step_s === null ? "of the last step" : "waits and validation included"),
         card("answer length", number(now.headlines.len), now.headlines.longest === undefined ? "" : `longest ${number(now.headlines.longest)}`),
         card("workers", status ? number(status.num_workers) : "–", status ? `${status.queues.samples_running ?? 0} samples running` : `${number(now.headlines.workers)} in the last step`),
         card("spent", dollars(now.usd), now.usd_per_hour === null ? "" : `${dollars(now.usd_per_hour)} an hour now`),
@@ -57,7 +57,7 @@ export function open(place, state) {
         isHeld = now.slow !== null;
       }
       redraw(time, ...timeOf(now.time));
-      redraw(findings, ...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map(finding));
+      redraw(findings, ...(now.findings.length ? now.findings : [{ what: { live: "the manager is being asked", simulation: "the simulation is over", over: "no process of this run is there" }[now.kind], then: "" }]).map((one) => finding(one, now.well)));
       redraw(rounds, ...(status?.rounds ?? []).map((one) => round(one, status.queues.prompts_deferred ?? 0)), ...(status?.rounds?.length ? [] : [h("p", { class: "quiet" }, "No round is open.")]));
       redraw(waits, status ? table("Waits", ["for", "of", "so far#", "ended by", "at the latest in#"], status.waits.map((one) => [
         one.what.replaceAll("_", " "), one.of, seconds(one.age_s), one.ended_by, one.given_up_in_s === null ? "as long as it takes" : h("span", { class: "left" }, seconds(Math.max(0, one.given_up_in_s))),
@@ -68,8 +68,8 @@ export function open(place, state) {
 }
 
 /** What was seen, why, what it costs and what to do. */
-const problem = (kind, name, one, isNew) => h("div", { class: kind, role: isNew ? "alert" : "note" }, name ? [h("b", {}, name), ": "] : null, name ? shown(one.what) : h("b", {}, shown(one.what)),
-  h("dl", { class: "facts" }, [["why", one.why], ["costs", one.costs], ["what to do", one.do]].filter(([, text]) => text).map(([word, text]) => [h("dt", {}, word), h("dd", {}, shown(text))])));
+const problem = (kind, name, one, isNew) => h("div", { class: kind, role: isNew ? "alert" : "note" }, name ? [h("b", {}, name), ": "] : null, name ? advice(one.what) : h("b", {}, advice(one.what)),
+  h("dl", { class: "facts" }, [["why", one.why], ["costs", one.costs], ["what to do", one.do]].filter(([, text]) => text).map(([word, text]) => [h("dt", {}, word), h("dd", {}, advice(text))]), one.run ? [h("dt", {}, "command"), h("dd", {}, h("code", { class: "command" }, shown(one.run)))] : null));
 
 /** Waits without a line: deadlines that always run, most of them. */
 function others(more) {
@@ -93,9 +93,10 @@ function timeOf(parts) {
 
 const card = (title, value, note) => h("div", { class: "card" }, h("span", {}, title), h("b", {}, shown(String(value))), h("span", {}, shown(note)));
 
-const finding = (one) => h("div", { class: `finding ${one.needs_help ? "help" : "ok"}` }, shown(one.what),
-  one.then && h("div", { class: "quiet" }, "Next, by itself: ", shown(one.then)),
-  one.do && h("div", {}, "What to do: ", shown(one.do)));
+/** One finding: green only where the run does well. */
+const finding = (one, well) => h("div", { class: `finding ${one.needs_help ? "help" : well ? "ok" : ""}` }, advice(one.what),
+  one.then && h("div", { class: "quiet" }, "Next, by itself: ", advice(one.then)),
+  one.do && h("div", {}, "What to do: ", advice(one.do)));
 
 function round(one, deferred) {
   const label = `round ${one.step} (${one.kind}), ${seconds(one.age_s)}: ${one.groups_delivered} of ${one.groups} groups delivered`;
