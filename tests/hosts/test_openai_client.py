@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_three_turns_of_tools_are_played_with_templates_as_they_are_published(
     assert _is_bridged(episode) == bridged
     shown = episode.shown(3)
     calls = [shown.rfind(GIVEN % b) for b in (7, 8, 9)]
-    results = [shown.rfind(result) for result in ("19", "20", "21")]
+    results = [[one.start() for one in re.finditer(rf"\b{result}\b", shown)][-1] for result in (19, 20, 21)]
     assert -1 not in calls
     assert sorted([*calls, *results]) == [one for pair in zip(calls, results, strict=True) for one in pair]
 
