@@ -72,12 +72,18 @@ def test_a_round_that_nobody_believed_writes_ends_after_a_bounded_number_of_grou
     assert run.ledger.samples_started == (1 + run.scheduler.desk.config.fleet_rules.max_failures) * num_prompts
 
 
-def test_what_is_written_again_waits_for_workers_of_which_answers_were_trained():
+def with_a_believed_worker() -> Driver:
+    """Return a run in which answers of the worker `old` were trained."""
     run = begun("old")
     run.complete(1, 2, samples=1)
     run.take(0, 1, 2)
     run.trained(0)
     run.install("old")
+    return run
+
+
+def test_what_is_written_again_waits_for_workers_of_which_answers_were_trained():
+    run = with_a_believed_worker()
     run.join("new", slots=64)
     run.complete(3, 4, samples=1)
     for group, again in ((3, 5), (4, 6)):
@@ -99,11 +105,7 @@ def test_a_worker_of_which_a_step_left_samples_out_is_not_believed_for_having_be
 
 
 def test_it_does_not_wait_for_believed_workers_that_are_gone():
-    run = begun("old")
-    run.complete(1, 2, samples=1)
-    run.take(0, 1, 2)
-    run.trained(0)
-    run.install("old")
+    run = with_a_believed_worker()
     run.join("new")
     run.complete(3, 4, samples=1)
     run.leave("old")
